@@ -1,0 +1,95 @@
+"""Replay: the runs that greedy decoding would produce, from one target pass over a known answer.
+
+The text must be the target's own greedy answer. Its features then equal those that decoding would
+see, so drafting from every answer position at once and walking the chain gives the same accepted
+run at every step as the decode loop, far faster.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from domino_kit import alignment
+from domino_kit.acceptance import chain_walk
+from domino_kit.decoding import check_num_proposals, rollout
+from domino_kit.modeling import DominoDraft
+from domino_kit.target import Target
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """A prompt and the target's own greedy answer to it, as token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@torch.no_grad()
+def replay(
+    target: Target,
+    model: DominoDraft,
+    texts: list[KnownAnswer],
+    *,
+    num_proposals: int | None = None,
+    use_head: bool = True,
+    batch_size: int = 8,
+    chunk_anchors: int = 64,
+) -> list[list[int]]:
+    """Accepted runs of every text, one number a verify step."""
+    n = check_num_proposals(model, num_proposals)
+    runs: list[list[int]] = []
+    for start in range(0, len(texts), batch_size):
+        part = texts[start : start + batch_size]
+        features = _features(target, part)
+        for row, text in enumerate(part):
+            length = len(text.prompt) + len(text.answer)
+            proposals = propose_everywhere(
+                target, model, features[row : row + 1, :length], text, n, use_head, chunk_anchors
+            )
+            runs.append(chain_walk(proposals.tolist(), text.answer))
+    return runs
+
+
+def _features(target: Target, texts: list[KnownAnswer]) -> Tensor:
+    ids = [torch.tensor(text.prompt + text.answer) for text in texts]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    return target.encode(padded.to(target.device), mask.to(target.device)).features
+
+
+def propose_everywhere(
+    target: Target,
+    model: DominoDraft,
+    features: Tensor,
+    text: KnownAnswer,
+    num_proposals: int,
+    use_head: bool,
+    chunk_anchors: int,
+) -> Tensor:
+    """Free-running proposals ``[len(answer) - 1, n]`` with each answer token but the last as anchor.
+
+    ``features`` is ``[1, S, layers*D]``. The context is projected once; anchors go in chunks.
+    """
+    config = model.config
+    tokens = torch.tensor([text.prompt + text.answer], device=features.device)
+    positions = torch.arange(tokens.shape[1], device=features.device)[None]
+    context = model.context_kv(features, positions)
+    first, last = len(text.prompt), tokens.shape[1] - 1
+    proposals = [torch.empty(0, num_proposals, dtype=torch.long, device=features.device)]
+    for start in range(first, last, chunk_anchors):
+        anchors = torch.arange(start, min(start + chunk_anchors, last), device=features.device)
+        anchor_tokens = tokens[0, anchors]
+        block = alignment.block_inputs(anchor_tokens, config.block_size, config.mask_token_id)
+        seen = int(anchors[-1])
+        hidden = model.block_hidden(
+            target.embed(block).flatten(0, 1)[None],
+            alignment.block_positions(anchors, config.block_size).flatten()[None],
+            [(keys[:, :, :seen], values[:, :, :seen]) for keys, values in context],
+            alignment.visibility(anchors[None], positions[:, :seen], config.block_size),
+        )
+        hidden = hidden.view(len(anchors), config.block_size, -1)
+        proposals.append(
+            rollout(model, target, hidden, anchor_tokens, num_proposals, use_head=use_head).tokens
+        )
+    return torch.cat(proposals)

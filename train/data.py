@@ -1,0 +1,215 @@
+"""Reading conversations: JSONL, parquet or a hub data set, in every common layout."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+MESSAGE_EXTRAS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation: ``messages``, or ready ``input_ids`` with their ``loss_mask``.
+
+    ``where`` names file and line for error messages.
+    """
+
+    where: str
+    row_id: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] | None = None
+    input_ids: list[int] | None = None
+    loss_mask: list[int] | None = None
+    category: str | None = None
+
+
+def read_rows(source: str, split: str = "train", max_rows: int | None = None) -> list[Row]:
+    """All rows of a file or hub data set.
+
+    Raises ``ValueError`` naming file, line and field for anything that is not a conversation.
+    """
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", ".json", ".parquet") or path.exists() or source.startswith("/"):
+        records = _read_file(path)
+    else:
+        records = _read_hub(source, split)
+    rows: list[Row] = []
+    for where, record in records:
+        rows.append(parse_row(record, where))
+        if max_rows is not None and len(rows) == max_rows:
+            break
+    if not rows:
+        raise ValueError(f"{source} holds no rows.")
+    return rows
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"data file {path} is empty.")
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _read_jsonl(path)
+    raise ValueError(f"data file {path} has an unknown type; use .jsonl or .parquet.")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    yield where, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"{where} is not a JSON object ({error.msg}); the file needs one complete "
+                        "object a line, and this line may be cut."
+                    ) from None
+        except UnicodeDecodeError:
+            raise ValueError(f"data file {path} is not UTF-8 text.") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"data file {path} is not readable parquet: {error}") from None
+    for number, record in enumerate(table.to_pylist(), start=1):
+        yield f"{path}:row {number}", {k: v for k, v in record.items() if v is not None}
+
+
+def _read_hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, split=split, streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{name!r} is neither a data file nor a hub data set that can be loaded: {first_line}"
+        ) from None
+    for number, record in enumerate(loaded, start=1):
+        yield f"{name}[{split}]:row {number}", record
+
+
+def parse_row(record: Any, where: str) -> Row:
+    """One record in any layout: messages, conversations, prompt/completion or input_ids."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a {type(record).__name__}, not an object with fields.")
+    row_id = str(record.get("id", where))
+    category = record.get("category")
+    common: dict[str, Any] = {
+        "where": where,
+        "row_id": row_id,
+        "category": None if category is None else str(category),
+    }
+    if "input_ids" in record:
+        ids, mask = _parse_ids(record, where)
+        return Row(**common, input_ids=ids, loss_mask=mask)
+    for key in ("messages", "conversations"):
+        if key in record:
+            messages = _parse_messages(record[key], f"{where}, field {key!r}")
+            tools = _from_json(record.get("tools"), f"{where}, field 'tools'")
+            return Row(**common, messages=messages, tools=tools or None)
+    if "prompt" in record and "completion" in record:
+        messages = _prompt_messages(record["prompt"], where)
+        messages += _completion_messages(record["completion"], where)
+        return Row(**common, messages=messages)
+    raise ValueError(
+        f"{where} has fields {sorted(record)}; it needs 'messages', 'conversations', "
+        "'prompt' and 'completion', or 'input_ids' and 'loss_mask'."
+    )
+
+
+def _parse_ids(record: dict[str, Any], where: str) -> tuple[list[int], list[int]]:
+    ids, mask = record["input_ids"], record.get("loss_mask")
+    if mask is None:
+        raise ValueError(f"{where} has 'input_ids' but no 'loss_mask' that marks the answers.")
+    for name, values in (("input_ids", ids), ("loss_mask", mask)):
+        whole = isinstance(values, list) and all(type(value) is int for value in values)
+        if not whole:
+            raise ValueError(f"{where}, field {name!r}: a flat list of whole numbers is needed.")
+    if len(ids) != len(mask):
+        raise ValueError(f"{where}: {len(ids)} input_ids but {len(mask)} loss_mask entries.")
+    if not ids or min(ids) < 0:
+        raise ValueError(f"{where}: input_ids is empty or has a negative id.")
+    if not set(mask) <= {0, 1}:
+        raise ValueError(f"{where}: loss_mask may hold 0 and 1 only.")
+    return ids, mask
+
+
+def _prompt_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return _parse_messages(prompt, f"{where}, field 'prompt'")
+
+
+def _completion_messages(completion: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return _parse_messages(completion, f"{where}, field 'completion'")
+
+
+def _parse_messages(turns: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: a list of turns is needed, found {turns!r:.80}.")
+    return [_parse_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, 1)]
+
+
+def _parse_turn(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise ValueError(f"{where} is {turn!r:.80}, not an object with a role and a text.")
+    role = turn.get("role", turn.get("from"))
+    if role not in ROLES:
+        allowed = ", ".join(sorted(ROLES))
+        raise ValueError(f"{where} has the role {role!r}; allowed are {allowed}.")
+    content = turn.get("content", turn.get("value"))
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    if isinstance(content, list):
+        content = _join_parts(content, where)
+    if not isinstance(content, str):
+        raise ValueError(f"{where} has no text: 'content' (or 'value') is {content!r:.80}.")
+    message: dict[str, Any] = {"role": ROLES[role], "content": content}
+    for key in MESSAGE_EXTRAS:
+        if turn.get(key) is not None:
+            message[key] = turn[key]
+    if "tool_calls" in message:
+        message["tool_calls"] = _from_json(message["tool_calls"], f"{where}, 'tool_calls'")
+    return message
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or "text" not in part:
+            raise ValueError(f"{where} has the content part {part!r:.80}; only text can be used.")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Tool fields come as objects or as JSON strings of them; templates want objects."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is a string that is not JSON ({error.msg}).") from None

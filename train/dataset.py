@@ -1,0 +1,133 @@
+"""Tokenised samples: filtering, a deterministic order, and batches padded on the right."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from domino_kit.train.data import Row
+from domino_kit.train.template import encode_row
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row ready for training; ``index`` is its place in the kept data."""
+
+    index: int
+    row_id: str
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples padded on the right. ``positions`` is -1 at padding, ``loss_mask`` 0."""
+
+    samples: list[Sample]
+    input_ids: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """1 at real tokens, ``[B, S]`` int64."""
+        return (self.positions >= 0).long()
+
+
+def build_samples(
+    rows: list[Row],
+    tokenizer: Any,
+    *,
+    thinking: bool | None,
+    end_tokens: list[int],
+    max_length: int,
+    min_supervised: int,
+) -> tuple[list[Sample], Counter[str]]:
+    """Encode and cut rows; returns the kept samples and why others were dropped.
+
+    Raises ``ValueError`` if no row is left.
+    """
+    samples: list[Sample] = []
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        ids, mask = encode_row(tokenizer, row, thinking, end_tokens)
+        supervised = sum(mask[:max_length])
+        if supervised < min_supervised:
+            cut = len(ids) > max_length
+            dropped["no answer left after cutting" if cut else "answer too short"] += 1
+            continue
+        samples.append(Sample(len(samples), row.row_id, ids[:max_length], mask[:max_length]))
+    if not samples:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise ValueError(
+            f"no row of the data is left ({reasons}); raise data.max_length or lower "
+            "data.min_supervised."
+        )
+    return samples, dropped
+
+
+def collate(samples: list[Sample], device: str | torch.device) -> Batch:
+    """Pad to the longest sample."""
+    width = max(len(sample.input_ids) for sample in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.long)
+    mask = torch.zeros(len(samples), width, dtype=torch.long)
+    positions = torch.full((len(samples), width), -1, dtype=torch.long)
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        ids[row, :length] = torch.tensor(sample.input_ids)
+        mask[row, :length] = torch.tensor(sample.loss_mask)
+        positions[row, :length] = torch.arange(length)
+    return Batch(samples, ids.to(device), mask.to(device), positions.to(device))
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """The order of samples in an epoch, from the seed alone."""
+    order = list(range(count))
+    random.Random(f"order-{seed}-{epoch}").shuffle(order)
+    return order
+
+
+def micro_batches(
+    samples: list[Sample], batch_size: int, seed: int
+) -> Iterator[tuple[int, list[Sample]]]:
+    """Endless micro-batches with their epoch; an epoch's last one may be smaller."""
+    epoch = 0
+    while True:
+        order = epoch_order(len(samples), seed, epoch)
+        for start in range(0, len(order), batch_size):
+            yield epoch, [samples[i] for i in order[start : start + batch_size]]
+        epoch += 1
+
+
+def anchor_generators(samples: list[Sample], seed: int, epoch: int) -> list[torch.Generator]:
+    """One generator a sample, so its anchors depend on nothing but seed, epoch and sample."""
+    generators = []
+    for sample in samples:
+        value = random.Random(f"anchors-{seed}-{epoch}-{sample.index}").getrandbits(62)
+        generators.append(torch.Generator().manual_seed(value))
+    return generators
+
+
+def check_template_tokens(tokenizer: Any, row: Row, thinking: bool | None) -> None:
+    """Rendering to text and then to tokens must equal the template's own tokenised output.
+
+    Raises ``ValueError`` with the first differing position.
+    """
+    if row.input_ids is not None:
+        return
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    own = tokenizer.apply_chat_template(row.messages, tools=row.tools, return_dict=True, **options)
+    text = tokenizer.apply_chat_template(row.messages, tools=row.tools, tokenize=False, **options)
+    ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+    theirs = list(own["input_ids"])
+    if ours != theirs:
+        pairs = zip(ours, theirs, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        raise ValueError(
+            f"{row.where}: the chat template's text and its token ids differ from token {place} "
+            "on; the tokenizer is inconsistent."
+        )

@@ -1,0 +1,173 @@
+"""What a run shows and writes: progress bar, metrics files, checkpoints with their manifest."""
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from domino_kit import __version__
+from domino_kit.checkpoint import save_draft
+from domino_kit.contract import Manifest, git_commit, library_versions
+from domino_kit.train.objective import lambda_base
+from domino_kit.train.setup import Run, choose_device, choose_dtype
+
+if TYPE_CHECKING:
+    from domino_kit.train.loop import StepSums
+
+
+class Progress:
+    """Progress bar on the terminal, ``metrics.jsonl`` and TensorBoard events in the run's folder."""
+
+    def __init__(self, run: Run, *, quiet: bool) -> None:
+        self.run = run
+        self.folder = run.recipe.output.folder
+        self.console = Console(stderr=True, quiet=quiet)
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self.console,
+        )
+        self.task = self.bar.add_task("train", total=run.total_steps, status="")
+        self.file: TextIO | None = None
+        self.board: Any = None
+        self.accept_length: float | None = None
+        self.since = time.monotonic()
+        self.samples = 0
+
+    def __enter__(self) -> "Progress":
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self.board = SummaryWriter(str(self.folder / "tensorboard"))
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+        if self.file is not None:
+            self.file.close()
+        self.board.close()
+
+    def step(self, step: int, sums: "StepSums", lr: float, norm: float) -> None:
+        """Advance the bar; every ``log_every`` steps write a line of metrics."""
+        options = self.run.recipe.train
+        if sums.empty_rows:
+            rows = ", ".join(sums.empty_rows[:3])
+            self.console.print(f"step {step}: no anchor in row {rows}; it weighs nothing")
+        regressing = step <= options.regress_steps
+        lam = lambda_base(
+            step - 1 - options.regress_steps, self.run.total_steps - options.regress_steps,
+            options.lambda_base_start, options.lambda_base_decay_ratio,
+        )  # fmt: skip
+        self.samples += sums.samples
+        rate = self.samples / max(1e-9, time.monotonic() - self.since)
+        loss = sums.loss / max(sums.weight, 1e-6)
+        accept = f" accept {self.accept_length:.2f}" if self.accept_length is not None else ""
+        status = f"loss {loss:.3f} λ {lam:.2f} {rate:.1f} samples/s{accept}"
+        phase = "regress" if regressing else "train"
+        self.bar.update(self.task, completed=step, status=status, description=phase)
+        if step % self.run.recipe.output.log_every and step != self.run.total_steps:
+            return
+        values = {"loss": loss, "lr": lr, "gradient_norm": norm, "samples_per_second": rate}
+        if not regressing:
+            values["lambda_base"] = lam
+            values["teacher_forced_final_loss"] = sums.final / max(sums.weight, 1e-6)
+            values["teacher_forced_base_loss"] = sums.base / max(sums.weight, 1e-6)
+            values["teacher_forced_accuracy"] = sums.correct / max(sums.rows, 1)
+            values["teacher_forced_base_accuracy"] = sums.base_correct / max(sums.rows, 1)
+        self._write(step, f"{phase}", values)
+        self.since, self.samples = time.monotonic(), 0
+
+    def validation(self, step: int, values: dict[str, float]) -> None:
+        """Write and print the numbers of a validation."""
+        self.accept_length = values["replay_accept_length"]
+        self._write(step, "validation", values)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        self.console.print(f"step {step}: {shown}")
+
+    def _write(self, step: int, phase: str, values: dict[str, float]) -> None:
+        assert self.file is not None
+        self.file.write(json.dumps({"step": step, "phase": phase, **values}) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            self.board.add_scalar(f"{phase}/{name}", value, step)
+
+
+def build_manifest(
+    run: Run, step: int, command: list[str], measured: dict[str, float], seconds: float
+) -> Manifest:
+    """The facts of this run, as they are fixed now."""
+    config, recipe = run.model.config, run.recipe
+    last = config.num_target_layers - 1 in config.target_layer_ids
+    return Manifest(
+        toolkit_version=__version__,
+        libraries=library_versions(),
+        command=command,
+        git_commit=git_commit(),
+        seed=recipe.train.seed,
+        recipe=recipe.model_dump(mode="json"),
+        target=run.identity,
+        mask_token_id=config.mask_token_id,
+        mask_token_source=run.mask_token_source,
+        target_layer_ids=list(config.target_layer_ids),
+        last_layer_norm="before the final norm" if last else None,
+        rope={
+            "rope_theta": config.rope_theta,
+            "head_dim": config.head_dim,
+            "table_dtype": "float32",
+        },
+        shift_label=config.shift_label,
+        block_size=config.block_size,
+        num_proposals=config.num_proposals,
+        weights_dtype=str(_save_dtype(recipe)).removeprefix("torch."),
+        data={
+            "train": recipe.data.train,
+            "provenance": recipe.data.provenance,
+            "rows": len(run.samples),
+            "dropped": dict(run.dropped),
+            "supervised_tokens": sum(sum(sample.loss_mask) for sample in run.samples),
+        },
+        training={
+            "steps_done": step,
+            "steps_planned": run.total_steps,
+            "lambda_horizon": run.total_steps - recipe.train.regress_steps,
+            "seconds": round(seconds, 1),
+        },
+        measured=measured,
+    )
+
+
+def _save_dtype(recipe: Any) -> torch.dtype:
+    if recipe.output.save_dtype != "auto":
+        return choose_dtype(recipe.output.save_dtype, "cpu")
+    return choose_dtype(recipe.target.dtype, choose_device(recipe.target.device))
+
+
+def write_checkpoint(
+    run: Run, step: int, command: list[str], measured: dict[str, float], seconds: float
+) -> Path:
+    """Write ``step-N`` whole and point ``latest`` at it; returns the folder."""
+    folder = run.recipe.output.folder / f"step-{step}"
+    manifest = build_manifest(run, step, command, measured, seconds)
+    save_draft(folder, run.model, manifest, _save_dtype(run.recipe))
+    link = folder.with_name("latest")
+    fresh = folder.with_name(".latest-new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.name)
+    fresh.replace(link)
+    return folder

@@ -1,0 +1,165 @@
+"""From a recipe to the objects of a run: target, data, draft, and what the manifest will say."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from domino_kit.config import DraftConfig
+from domino_kit.contract import TargetIdentity, target_identity
+from domino_kit.mask_token import resolve_mask_token
+from domino_kit.modeling import DominoDraft
+from domino_kit.target import (
+    Target,
+    default_layer_ids,
+    end_token_ids,
+    load_target_model,
+    load_tokenizer,
+)
+from domino_kit.train.data import read_rows
+from domino_kit.train.dataset import Sample, build_samples, check_template_tokens
+from domino_kit.train.initialise import initialise
+from domino_kit.train.recipe import DraftSection, Recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that training needs, ready."""
+
+    recipe: Recipe
+    target: Target
+    identity: TargetIdentity
+    model: DominoDraft
+    mask_token_source: str
+    samples: list[Sample]
+    validation: list[Sample]
+    dropped: Counter[str]
+    total_steps: int
+
+
+def choose_device(wanted: str) -> str:
+    """``auto`` is cuda where there is one; raises ``ValueError`` for a device that is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(wanted).type
+    except RuntimeError:
+        raise ValueError(f"device {wanted!r} is unknown; use auto, cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {wanted!r} was asked for, but PyTorch sees no CUDA device here.")
+    return wanted
+
+
+def choose_dtype(wanted: str, device: str) -> torch.dtype:
+    """``auto`` is float32 on a CPU and bfloat16 elsewhere."""
+    if wanted == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+
+
+def build_run(recipe: Recipe) -> Run:
+    """Load and check everything, cheapest first.
+
+    Raises ``ValueError`` in one sentence for whatever in the recipe, data or target is wrong.
+    """
+    device = choose_device(recipe.target.device)
+    rows = read_rows(recipe.data.train, recipe.data.split, recipe.data.max_rows)
+    held_out = []
+    if recipe.data.validation is not None:
+        held_out = read_rows(
+            recipe.data.validation, recipe.data.split, recipe.output.validation_rows
+        )
+    tokenizer = load_tokenizer(recipe.target.name, recipe.target.trust_remote_code)
+    hf_model = load_target_model(
+        recipe.target.name,
+        choose_dtype(recipe.target.dtype, device),
+        device,
+        recipe.target.trust_remote_code,
+    )
+    ends = end_token_ids(hf_model, tokenizer)
+    config, source, target = build_config(recipe, hf_model, tokenizer, ends)
+    check_template_tokens(tokenizer, rows[0], recipe.target.thinking)
+    options: dict[str, Any] = {
+        "thinking": recipe.target.thinking,
+        "end_tokens": ends,
+        "max_length": recipe.data.max_length,
+        "min_supervised": recipe.data.min_supervised,
+    }
+    samples, dropped = build_samples(rows, tokenizer, **options)
+    validation = build_samples(held_out, tokenizer, **options)[0] if held_out else []
+    model = DominoDraft(config)
+    initialise(model, target, recipe.train.seed, recipe.draft.init, recipe.draft.init_from)
+    identity = target_identity(recipe.target.name, target, tokenizer, recipe.target.thinking)
+    return Run(
+        recipe, target, identity, model.to(device), source, samples, validation, dropped,
+        total_steps(recipe, len(samples)),
+    )  # fmt: skip
+
+
+def total_steps(recipe: Recipe, num_samples: int) -> int:
+    """Optimizer steps of the whole run, the horizon of learning rate and λ."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    assert recipe.train.epochs is not None
+    a_step = recipe.train.batch_size * recipe.train.accumulation
+    return max(1, round(recipe.train.epochs * num_samples / a_step))
+
+
+def build_config(
+    recipe: Recipe, hf_model: Any, tokenizer: Any, end_tokens: list[int]
+) -> tuple[DraftConfig, str, Target]:
+    """The draft's config, sized after the target field by field, and the source of its mask id."""
+    draft = recipe.draft
+    text = hf_model.config.get_text_config()
+    depth = int(text.num_hidden_layers)
+    layer_ids = draft.target_layer_ids
+    if layer_ids is None:
+        layer_ids = default_layer_ids(depth, draft.num_features or draft.num_layers)
+    target = Target(hf_model, layer_ids, draft.allow_last_layer)
+    mask_id, source = resolve_mask_token(
+        draft.mask_token_id, tokenizer, text.model_type, target.vocab_size, end_tokens
+    )
+    has_head = draft.projector == "domino"
+    config = DraftConfig(
+        **_sizes(draft, text),
+        num_hidden_layers=draft.num_layers,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=float(text.rms_norm_eps),
+        rope_theta=rope_theta(text),
+        max_position_embeddings=int(text.max_position_embeddings),
+        block_size=draft.block_size,
+        num_target_layers=depth,
+        target_layer_ids=tuple(layer_ids),
+        mask_token_id=mask_id,
+        projector_type=draft.projector,
+        shift_label=recipe.shift_label,
+        gru_hidden_dim=draft.gru_hidden_dim if has_head else None,
+        emb_dim=draft.emb_dim if has_head else None,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+    )
+    return config, source, target
+
+
+def _sizes(draft: DraftSection, text: Any) -> dict[str, int]:
+    hidden = int(text.hidden_size)
+    heads = draft.num_attention_heads or int(text.num_attention_heads)
+    own_head_dim = getattr(text, "head_dim", None) or hidden // int(text.num_attention_heads)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": draft.intermediate_size or int(text.intermediate_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draft.num_key_value_heads or int(text.num_key_value_heads),
+        "head_dim": draft.head_dim or int(own_head_dim),
+    }
+
+
+def rope_theta(text: Any) -> float:
+    """The target's RoPE base, from either of transformers' spellings; nothing else is copied."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    found = parameters.get("rope_theta", getattr(text, "rope_theta", None))
+    if found is None:
+        nested = [v["rope_theta"] for v in parameters.values() if isinstance(v, dict)]
+        found = nested[0] if nested else 10000.0
+    return float(found)

@@ -1,0 +1,74 @@
+"""One training step on a batch: from anchors to the rows that the objective takes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from domino_kit import alignment
+from domino_kit.modeling import DominoDraft
+from domino_kit.target import Target
+from domino_kit.train.dataset import Batch
+from domino_kit.train.features import BatchFeatures
+from domino_kit.train.objective import Rows
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a batch: ``anchors, keep [B, N]``, ``labels, weights [B, N, K]``."""
+
+    anchors: Tensor
+    keep: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+def draw_blocks(
+    batch: Batch,
+    model: DominoDraft,
+    num_anchors: int,
+    gamma: float,
+    generators: list[torch.Generator],
+) -> Blocks:
+    """Sample anchors and weigh their rows: decay by offset where the label is supervised."""
+    config = model.config
+    anchors, keep = alignment.sample_anchors(batch.loss_mask, num_anchors, generators)
+    labels, supervised = alignment.row_labels(
+        batch.input_ids, batch.loss_mask, anchors, config.block_size, config.shift_label
+    )
+    decay = alignment.decay_weights(config.block_size, config.shift_label, gamma)
+    weights = decay.to(labels.device) * (supervised & keep[..., None])
+    return Blocks(anchors, keep, labels, weights)
+
+
+def forward_blocks(
+    model: DominoDraft, target: Target, batch: Batch, features: Tensor, blocks: Blocks
+) -> Rows:
+    """Run the draft on all blocks, teacher-forced: rows ``[B*N*K, ...]`` for the objective."""
+    config = model.config
+    anchor_tokens = batch.input_ids.gather(1, blocks.anchors)
+    inputs = alignment.block_inputs(anchor_tokens, config.block_size, config.mask_token_id)
+    hidden = model(features, batch.positions, blocks.anchors, target.embed(inputs))
+    low_rank = None
+    if config.has_head:
+        tokens = alignment.gru_inputs(batch.input_ids, blocks.anchors, config.block_size)
+        states = model.head_states(target.embed(tokens).flatten(0, 1)).view(*tokens.shape, -1)
+        low_rank = model.head_hidden(hidden, alignment.row_states(states, config.shift_label))
+        corrected = alignment.corrected_rows(
+            config.block_size, config.shift_label, config.pure_draft_prefix_len
+        )
+        low_rank = (low_rank * corrected.to(low_rank.device)[:, None]).flatten(0, 2)
+    return Rows(hidden.flatten(0, 2), low_rank, blocks.labels.flatten(), blocks.weights.flatten())
+
+
+def wanted_hidden(batch: Batch, model: DominoDraft, found: BatchFeatures, blocks: Blocks) -> Tensor:
+    """The target's hidden row that predicts each row's label, ``[B*N*K, D]``: position label - 1.
+
+    Rows without a label get the row of some valid position; their weight is zero.
+    """
+    config = model.config
+    offsets = alignment.row_offsets(config.block_size, config.shift_label)
+    index = blocks.anchors[..., None] + offsets.to(blocks.anchors.device) - 1
+    index = index.clamp(min=0, max=batch.input_ids.shape[1] - 1).flatten(1)
+    rows = found.hidden.gather(1, index[..., None].expand(-1, -1, found.hidden.shape[-1]))
+    return rows.flatten(0, 1)

@@ -1,0 +1,89 @@
+"""Validation on held-out rows: teacher-forced numbers and free-running replay acceptance."""
+
+import torch
+
+from domino_kit.acceptance import Acceptance, teacher_forced_accept_length
+from domino_kit.eval.replay import KnownAnswer, replay
+from domino_kit.modeling import DominoDraft
+from domino_kit.target import Target
+from domino_kit.train.dataset import Sample, anchor_generators, collate
+from domino_kit.train.features import FeatureSource
+from domino_kit.train.objective import chunk_rows, dual_cross_entropy
+from domino_kit.train.recipe import Recipe
+from domino_kit.train.step import draw_blocks, forward_blocks
+
+
+def known_answers(sample: Sample) -> list[KnownAnswer]:
+    """Every supervised span of a sample with all that precedes it."""
+    found = []
+    start = None
+    for place, flag in enumerate([*sample.loss_mask, 0]):
+        if flag and start is None:
+            start = place
+        elif not flag and start is not None:
+            if start > 0:
+                found.append(KnownAnswer(sample.input_ids[:start], sample.input_ids[start:place]))
+            start = None
+    return found
+
+
+@torch.no_grad()
+def validate(
+    recipe: Recipe, model: DominoDraft, target: Target, source: FeatureSource, rows: list[Sample]
+) -> dict[str, float]:
+    """``teacher_forced_*`` and ``replay_*`` numbers; every acceptance length is with bonus.
+
+    Replay takes the rows' answers as the target's own greedy ones; with other text it is an
+    estimate that reads high or low.
+    """
+    model.eval()
+    metrics = teacher_forced(recipe, model, target, source, rows)
+    texts = [text for sample in rows for text in known_answers(sample)]
+    for name, use_head in (("replay", True), ("replay_head_off", False)):
+        if not use_head and not model.config.has_head:
+            continue
+        runs = replay(target, model, texts, use_head=use_head)
+        stats = Acceptance.of([run for text in runs for run in text], model.config.num_proposals)
+        metrics[f"{name}_accept_length"] = stats.accept_length
+    model.train()
+    return metrics
+
+
+def teacher_forced(
+    recipe: Recipe, model: DominoDraft, target: Target, source: FeatureSource, rows: list[Sample]
+) -> dict[str, float]:
+    """Losses, accuracies and acceptance with true tokens fed to the head."""
+    sums = {"weight": 0.0, "final": 0.0, "base": 0.0, "correct": 0.0, "base_correct": 0.0}
+    count = 0
+    correct_blocks: list[list[bool]] = []
+    valid_blocks: list[list[bool]] = []
+    for start in range(0, len(rows), recipe.train.batch_size):
+        samples = rows[start : start + recipe.train.batch_size]
+        batch = collate(samples, target.device)
+        generators = anchor_generators(samples, recipe.train.seed, -1)
+        blocks = draw_blocks(batch, model, recipe.train.num_anchors, recipe.gamma, generators)
+        flat = forward_blocks(model, target, batch, source(batch).features, blocks)
+        loss = dual_cross_entropy(
+            flat,
+            target.head.weight,
+            model.vocab_projection if model.config.has_head else None,
+            0.0,
+            chunk_rows(target.vocab_size, recipe.train.chunk_mb),
+        )
+        used = flat.weights > 0
+        sums["weight"] += float(flat.weights.sum())
+        sums["final"] += loss.final
+        sums["base"] += loss.base
+        sums["correct"] += float(loss.final_correct.sum())
+        sums["base_correct"] += float(loss.base_correct.sum())
+        count += int(used.sum())
+        size = model.config.block_size
+        correct_blocks += loss.final_correct.view(-1, size).tolist()
+        valid_blocks += used.view(-1, size).tolist()
+    return {
+        "teacher_forced_final_loss": sums["final"] / max(sums["weight"], 1e-6),
+        "teacher_forced_base_loss": sums["base"] / max(sums["weight"], 1e-6),
+        "teacher_forced_accuracy": sums["correct"] / max(count, 1),
+        "teacher_forced_base_accuracy": sums["base_correct"] / max(count, 1),
+        "teacher_forced_accept_length": teacher_forced_accept_length(correct_blocks, valid_blocks),
+    }
