@@ -1,4 +1,4 @@
-"""A checkpoint folder: model.safetensors, config.json and the manifest, written whole or not at all."""
+"""A checkpoint folder: weights, config and manifest, written whole or not at all."""
 
 import json
 import os
@@ -70,10 +70,23 @@ def save_draft(
         for name, tensor in model.state_dict().items()
     }
     with atomic_folder(folder, replace=replace) as temporary:
-        save_file(state, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+        try:
+            save_file(state, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"the checkpoint {folder} could not be written: {error}") from None
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if manifest is not None:
             (temporary / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
+
+
+def resolve_folder(folder: str | Path) -> Path:
+    """The folder of a draft, checked to be one."""
+    found = Path(folder).expanduser()
+    if not found.is_dir():
+        raise ValueError(
+            f"draft {str(folder)!r} is not a folder; give a draft checkpoint's folder."
+        )
+    return found
 
 
 def load_draft(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from domino_kit.train.data import Row
-from domino_kit.train.template import encode_row
+from domino_kit.chat_template import encode_row
+from domino_kit.conversations import Row
 
 
 @dataclass(frozen=True)

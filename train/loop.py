@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,11 +138,14 @@ def _interruptible() -> Iterator[dict[str, bool]]:
             signal.signal(kind, old)
 
 
-def train(run: Run, command: list[str], *, quiet: bool = False) -> Path:
-    """Train to the end (or to Ctrl-C) and return the folder of the last checkpoint.
+def train(
+    run: Run, command: list[str], *, quiet: bool = False, source: FeatureSource | None = None
+) -> int:
+    """Train to the end, or to Ctrl-C, save, and return the number of steps done.
 
     Checkpoints lie in ``output.folder/step-N``; ``metrics.jsonl`` and TensorBoard events beside
-    them. Raises ``ValueError`` if the loss stops being a number.
+    them. ``source`` may be that of an earlier run on the same target, layers and data. Raises
+    ``ValueError`` if the loss stops being a number.
     """
     recipe, options = run.recipe, run.recipe.train
     if options.threads is not None:
@@ -153,7 +155,7 @@ def train(run: Run, command: list[str], *, quiet: bool = False) -> Path:
         run.model.parameters(),
         lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
     )  # fmt: skip
-    source = FeatureSource(run.target, options.feature_cache_mb)
+    source = source or FeatureSource(run.target, options.feature_cache_mb)
     batches = micro_batches(run.samples, options.batch_size, options.seed)
     measured: dict[str, float] = {}
     started = time.monotonic()
@@ -174,7 +176,8 @@ def train(run: Run, command: list[str], *, quiet: bool = False) -> Path:
                 progress.validation(step, measured)
             if not last and _due(step, recipe.output.save_every):
                 write_checkpoint(run, step, command, measured, time.monotonic() - started)
-    return write_checkpoint(run, step, command, measured, time.monotonic() - started)
+    write_checkpoint(run, step, command, measured, time.monotonic() - started)
+    return step
 
 
 def _due(step: int, every: int | None) -> bool:

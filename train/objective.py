@@ -124,7 +124,7 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
             grad_projection = grad_projection.to(projection.dtype)
         ctx.save_for_backward(grad_hidden, grad_low, grad_projection)
         total = base_sum if low_rank is None else (1.0 - lam) * final_sum + lam * base_sum
-        ctx.mark_non_differentiable(final_ok, base_ok)
+        ctx.mark_non_differentiable(final_sum, base_sum, final_ok, base_ok)
         return total, final_sum, base_sum, final_ok, base_ok
 
     @staticmethod

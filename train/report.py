@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from domino_kit import __version__
-from domino_kit.checkpoint import save_draft
-from domino_kit.contract import Manifest, git_commit, library_versions
+from domino_kit.checkpoint import WEIGHTS_NAME, save_draft
+from domino_kit.contract import MANIFEST_NAME, Manifest, git_commit, library_versions
 from domino_kit.train.objective import lambda_base
 from domino_kit.train.setup import Run, choose_device, choose_dtype
 
@@ -161,13 +161,23 @@ def _save_dtype(recipe: Any) -> torch.dtype:
 def write_checkpoint(
     run: Run, step: int, command: list[str], measured: dict[str, float], seconds: float
 ) -> Path:
-    """Write ``step-N`` whole and point ``latest`` at it; returns the folder."""
+    """Write ``step-N`` whole, then point the run's own folder at it; returns ``step-N``.
+
+    The run's folder is itself a checkpoint: its files are links through ``latest``, which moves in
+    one rename.
+    """
     folder = run.recipe.output.folder / f"step-{step}"
     manifest = build_manifest(run, step, command, measured, seconds)
     save_draft(folder, run.model, manifest, _save_dtype(run.recipe))
-    link = folder.with_name("latest")
-    fresh = folder.with_name(".latest-new")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(folder.name)
-    fresh.replace(link)
+    _point(folder.with_name("latest"), folder.name)
+    for name in (WEIGHTS_NAME, "config.json", MANIFEST_NAME):
+        _point(folder.with_name(name), f"latest/{name}")
     return folder
+
+
+def _point(link: Path, destination: str) -> None:
+    """Make or move a relative symbolic link, atomically."""
+    fresh = link.with_name(f".{link.name}-new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(destination)
+    fresh.replace(link)

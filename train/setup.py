@@ -8,6 +8,7 @@ import torch
 
 from domino_kit.config import DraftConfig
 from domino_kit.contract import TargetIdentity, target_identity
+from domino_kit.conversations import read_rows
 from domino_kit.mask_token import resolve_mask_token
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import (
@@ -17,7 +18,6 @@ from domino_kit.target import (
     load_target_model,
     load_tokenizer,
 )
-from domino_kit.train.data import read_rows
 from domino_kit.train.dataset import Sample, build_samples, check_template_tokens
 from domino_kit.train.initialise import initialise
 from domino_kit.train.recipe import DraftSection, Recipe

@@ -3,8 +3,8 @@
 import torch
 
 from domino_kit.acceptance import Acceptance, teacher_forced_accept_length
-from domino_kit.eval.replay import KnownAnswer, replay
 from domino_kit.modeling import DominoDraft
+from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
 from domino_kit.train.dataset import Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource

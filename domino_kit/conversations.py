@@ -21,7 +21,8 @@ MESSAGE_EXTRAS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 class Row:
     """One conversation: ``messages``, or ready ``input_ids`` with their ``loss_mask``.
 
-    ``where`` names file and line for error messages.
+    ``where`` names file and line for error messages. ``cut`` says that the last answer stopped at a
+    length limit (``"finish": "length"``), so the end token after it is not the target's own.
     """
 
     where: str
@@ -31,6 +32,7 @@ class Row:
     input_ids: list[int] | None = None
     loss_mask: list[int] | None = None
     category: str | None = None
+    cut: bool = False
 
 
 def read_rows(source: str, split: str = "train", max_rows: int | None = None) -> list[Row]:
@@ -38,19 +40,24 @@ def read_rows(source: str, split: str = "train", max_rows: int | None = None) ->
 
     Raises ``ValueError`` naming file, line and field for anything that is not a conversation.
     """
-    path = Path(source).expanduser()
-    if path.suffix in (".jsonl", ".json", ".parquet") or path.exists() or source.startswith("/"):
-        records = _read_file(path)
-    else:
-        records = _read_hub(source, split)
     rows: list[Row] = []
-    for where, record in records:
+    for where, record in read_records(source, split):
         rows.append(parse_row(record, where))
         if max_rows is not None and len(rows) == max_rows:
             break
     if not rows:
         raise ValueError(f"{source} holds no rows.")
     return rows
+
+
+def read_records(
+    source: str, split: str = "train", subset: str | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Raw records of a file or hub data set, each with where it stands."""
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", ".json", ".parquet") or path.exists() or source.startswith("/"):
+        return _read_file(path)
+    return _read_hub(source, split, subset)
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -95,11 +102,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}:row {number}", {k: v for k, v in record.items() if v is not None}
 
 
-def _read_hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+def _read_hub(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name, split=split, streaming=True)
+        loaded = datasets.load_dataset(name, subset, split=split, streaming=True)
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -115,7 +122,9 @@ def parse_row(record: Any, where: str) -> Row:
         raise ValueError(f"{where} is a {type(record).__name__}, not an object with fields.")
     row_id = str(record.get("id", where))
     category = record.get("category")
+    finish = record.get("finish", record.get("finish_reason"))
     common: dict[str, Any] = {
+        "cut": finish == "length",
         "where": where,
         "row_id": row_id,
         "category": None if category is None else str(category),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from domino_kit.train.data import Row
+from domino_kit.conversations import Row
 
 
 def render(
@@ -98,7 +98,8 @@ def assistant_spans(
 
     A span starts at the answer's text, or, if the rendered turn shows the message's reasoning,
     right after the generation prompt ``opening`` (the model then wrote the think tags itself,
-    unless the prompt supplied them). It ends after the turn's end token where there is one.
+    unless the prompt supplied them). It ends after the turn's end token where there is one and
+    the answer was not cut.
     """
     spans = []
     cursor = 0
@@ -118,7 +119,8 @@ def assistant_spans(
         end = found + len(anchor_text)
         if message["role"] == "assistant":
             start = _span_start(text, cursor, found, reasoning, opening)
-            end = _span_end(text, end, bool(message.get("tool_calls")), end_texts)
+            if not (row.cut and number == len(row.messages)):
+                end = _span_end(text, end, bool(message.get("tool_calls")), end_texts)
             spans.append((start, end))
         cursor = end
     return spans

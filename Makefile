@@ -1,0 +1,32 @@
+# Sets up its own environment outside the checkout: one for each set of dependencies, so a change
+# of code needs no new install. Needs Python >= 3.11, make and git.
+PYTHON ?= python3
+CACHE ?= $(if $(DOMINO_KIT_CACHE),$(DOMINO_KIT_CACHE),$(HOME)/.cache/domino-kit)
+VENV ?= $(CACHE)/venv-$(shell $(PYTHON) tests/venv_key.py)
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint venv print-venv
+
+venv: $(VENV)/complete
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+
+$(VENV)/complete: pyproject.toml
+	@test -f $@ || (rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) \
+	  && $(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" \
+	  && $(BIN)/python -m pip install --quiet ".[serve,dev]" \
+	  && $(BIN)/python -m pip uninstall --quiet --yes domino-kit)
+	@touch $@
+
+print-venv:
+	@echo $(VENV)
+
+demo: venv
+	$(BIN)/domino demo
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu"

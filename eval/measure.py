@@ -1,0 +1,252 @@
+"""Measuring drafts on prompts: plain decoding, replay and decode, as the runs of one report."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from domino_kit.acceptance import Acceptance
+from domino_kit.checkpoint import load_draft
+from domino_kit.contract import compare_targets, target_identity
+from domino_kit.decoding import Answer, Sampling, generate
+from domino_kit.eval.prompts import Prompt
+from domino_kit.modeling import DominoDraft
+from domino_kit.replay import KnownAnswer, replay
+from domino_kit.target import Target
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft to measure, with its head or with the head off."""
+
+    name: str
+    model: DominoDraft
+    target: Target
+    use_head: bool = True
+
+    @property
+    def head(self) -> str:
+        """``domino``, ``off`` or ``none``."""
+        if not self.model.config.has_head:
+            return "none"
+        return "domino" if self.use_head else "off"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every candidate is measured on: the same prompts, lengths and proposals."""
+
+    prompts: list[Prompt]
+    prompt_ids: list[list[int]]
+    max_new_tokens: int
+    end_tokens: list[int]
+    num_proposals: int
+    batch_size: int
+    sampling: Sampling
+
+
+def load_candidates(
+    draft: str,
+    compare: Sequence[str],
+    hf_model: Any,
+    tokenizer: Any,
+    thinking: bool | None,
+    say: Say,
+) -> list[Candidate]:
+    """Load the draft and what it is compared with (``off``: the same draft, head off).
+
+    Raises ``ValueError`` if a draft was trained for another target or does not fit this one.
+    """
+    weight = hf_model.get_input_embeddings().weight
+    candidates: list[Candidate] = []
+    for source in [draft, *compare]:
+        if source == "off":
+            first = candidates[0]
+            if not first.model.config.has_head:
+                raise ValueError(f"--compare off needs a draft with a head; {draft} has none.")
+            candidates.append(Candidate(first.name, first.model, first.target, use_head=False))
+            continue
+        model, manifest = load_draft(source, weight.dtype, str(weight.device))
+        config = model.config
+        target = Target(hf_model, list(config.target_layer_ids), allow_last_layer=True)
+        for found, wanted, what in (
+            (config.vocab_size, target.vocab_size, "vocab_size"),
+            (config.hidden_size, target.hidden_size, "hidden_size"),
+            (config.num_target_layers, len(target.layers), "num_target_layers"),
+        ):
+            if found != wanted:
+                raise ValueError(
+                    f"draft {source} has {what} {found}, but the target has {wanted}: it was made "
+                    "for another target."
+                )
+        if manifest is not None:
+            here = target_identity(manifest.target.name, target, tokenizer, thinking)
+            errors, warnings = compare_targets(manifest.target, here)
+            if errors:
+                raise ValueError(f"draft {source}: {errors[0]}")
+            for warning in warnings:
+                say(f"warning: draft {source}: {warning}")
+        candidates.append(Candidate(_name(source, candidates), model, target))
+    return candidates
+
+
+def _name(source: str, candidates: list[Candidate]) -> str:
+    """A short name for tables, the folder's, made unique."""
+    name = Path(source).expanduser().resolve().name
+    if name.startswith("step-"):
+        name = f"{Path(source).expanduser().resolve().parent.name}/{name}"
+    taken = {candidate.name for candidate in candidates}
+    return name if name not in taken else source
+
+
+def equal_proposals(candidates: list[Candidate], wanted: int | None) -> int:
+    """The same number of proposals for every candidate: the wanted one, or the smallest block's.
+
+    Raises ``ValueError`` if a draft cannot propose that many.
+    """
+    least = min(candidate.model.config.num_proposals for candidate in candidates)
+    if wanted is not None and not 1 <= wanted <= least:
+        raise ValueError(f"--num-proposals {wanted}: these drafts allow 1 to {least}.")
+    return wanted or least
+
+
+def check_lengths(task: Task, candidates: list[Candidate]) -> None:
+    """Raise ``ValueError`` if an answer could outgrow a draft's or the target's positions."""
+    longest = max(len(ids) for ids in task.prompt_ids)
+    for candidate in candidates:
+        config = candidate.model.config
+        needed = longest + task.max_new_tokens + config.block_size
+        limit = min(
+            config.max_position_embeddings,
+            int(candidate.target.text_config.max_position_embeddings),
+        )
+        if needed > limit:
+            raise ValueError(
+                f"the longest prompt has {longest} tokens; with --max-new-tokens "
+                f"{task.max_new_tokens} and a block it needs {needed} positions, and draft "
+                f"{candidate.name} or its target has {limit}. Lower --max-new-tokens or drop it."
+            )
+
+
+def decode_all(
+    task: Task, target: Target, model: DominoDraft | None, use_head: bool, say: Say
+) -> tuple[list[Answer], float]:
+    """All answers in batches, and the tokens per second of the whole."""
+    answers: list[Answer] = []
+    started = time.perf_counter()
+    for start in range(0, len(task.prompt_ids), task.batch_size):
+        answers += generate(
+            target,
+            model,
+            task.prompt_ids[start : start + task.batch_size],
+            task.max_new_tokens,
+            task.end_tokens,
+            num_proposals=None if model is None else task.num_proposals,
+            use_head=use_head,
+            sampling=task.sampling,
+        )
+        say(f"{len(answers)} of {len(task.prompt_ids)} answers")
+    seconds = time.perf_counter() - started
+    return answers, sum(len(answer.tokens) for answer in answers) / seconds
+
+
+def measure(
+    task: Task, candidates: list[Candidate], modes: Sequence[str], say: Say
+) -> dict[str, Any]:
+    """Every candidate in every mode; returns the report's ``runs`` and ``lossless``.
+
+    ``lossless`` lists, for greedy decoding, the ids of prompts whose answer differed from plain
+    decoding (none in float32). Replay needs greedy sampling.
+    """
+    if "replay" in modes and not task.sampling.greedy:
+        raise ValueError("replay measures greedy decoding; use --mode decode with a temperature.")
+    say("plain decoding")
+    plain, baseline = decode_all(task, candidates[0].target, None, False, say)
+    runs: list[dict[str, Any]] = []
+    different: list[str] = []
+    for candidate in candidates:
+        for mode in modes:
+            say(f"{candidate.name} (head {candidate.head}): {mode}")
+            speed = None
+            if mode == "replay":
+                texts = [
+                    KnownAnswer(prompt, answer.tokens)
+                    for prompt, answer in zip(task.prompt_ids, plain, strict=True)
+                ]
+                accepted = replay(
+                    candidate.target, candidate.model, texts,
+                    num_proposals=task.num_proposals, use_head=candidate.use_head,
+                )  # fmt: skip
+            else:
+                answers, speed = decode_all(
+                    task, candidate.target, candidate.model, candidate.use_head, say
+                )
+                accepted = [answer.accepted_runs for answer in answers]
+                if task.sampling.greedy:
+                    different += [
+                        f"{candidate.name} (head {candidate.head}): {prompt.prompt_id}"
+                        for prompt, a, b in zip(task.prompts, answers, plain, strict=True)
+                        if a.tokens != b.tokens
+                    ]
+            runs.append(_run(task, candidate, mode, accepted, speed, baseline))
+    lossless: dict[str, Any] = {"checked": task.sampling.greedy and "decode" in modes}
+    lossless["different"] = different
+    return {"runs": runs, "lossless": lossless, "answers": [answer.tokens for answer in plain]}
+
+
+def _run(
+    task: Task,
+    candidate: Candidate,
+    mode: str,
+    accepted: list[list[int]],
+    speed: float | None,
+    baseline: float,
+) -> dict[str, Any]:
+    n = task.num_proposals
+    stats = Acceptance.of([run for runs in accepted for run in runs], n)
+    return {
+        "draft": candidate.name,
+        "head": candidate.head,
+        "mode": mode,
+        "block_size": candidate.model.config.block_size,
+        "num_proposals": n,
+        **summary(stats),
+        "tokens_per_second": speed,
+        "baseline_tokens_per_second": baseline,
+        "categories": _categories(task, accepted),
+        "prompts": [
+            {
+                "id": prompt.prompt_id,
+                "category": prompt.category,
+                "accepted_runs": runs,
+                "histogram": list(Acceptance.of(runs, n).counts),
+            }
+            for prompt, runs in zip(task.prompts, accepted, strict=True)
+        ],
+    }
+
+
+def summary(stats: Acceptance) -> dict[str, Any]:
+    """The numbers of a set of steps, each under its own name."""
+    return {
+        "accept_length": stats.accept_length,
+        "accepted_drafts_per_step": stats.accepted_drafts_per_step,
+        "accept_rate": stats.accept_rate,
+        "verify_steps": stats.verify_steps,
+        "histogram": list(stats.counts),
+        "marginal_acceptance": stats.marginal,
+        "conditional_acceptance": stats.conditional,
+    }
+
+
+def _categories(task: Task, accepted: list[list[int]]) -> dict[str, dict[str, Any]]:
+    groups: dict[str, list[int]] = {}
+    for prompt, runs in zip(task.prompts, accepted, strict=True):
+        groups.setdefault(prompt.category, []).extend(runs)
+    return {
+        name: summary(Acceptance.of(runs, task.num_proposals))
+        for name, runs in sorted(groups.items())
+    }

@@ -1,0 +1,140 @@
+"""The report of a measurement: table on the terminal, JSON file, picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+DEFINITIONS = {
+    "accept_length": "mean accepted drafts a verify step + 1 (with bonus token)",
+    "accepted_drafts_per_step": "mean accepted drafts a verify step (without bonus token)",
+    "accept_rate": "accepted by proposed drafts",
+    "last step": "drafts beyond an end token or max_new_tokens are not counted",
+    "num_proposals": "drafts a step; block_size counts the anchor too",
+}
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The runs as a table, acceptance by category, and whether greedy decoding was lossless."""
+    table = Table(title=f"target {report['target']}, {len(report['runs'][0]['prompts'])} prompts")
+    for name in ("draft", "head", "mode", "proposals", "accept length", "drafts/step", "rate",
+                 "steps", "tokens/s", "plain tokens/s"):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("draft", "head", "mode") else "right")
+    for run in report["runs"]:
+        speed = run["tokens_per_second"]
+        table.add_row(
+            run["draft"],
+            run["head"],
+            run["mode"],
+            str(run["num_proposals"]),
+            f"{run['accept_length']:.3f}",
+            f"{run['accepted_drafts_per_step']:.3f}",
+            f"{run['accept_rate']:.1%}",
+            str(run["verify_steps"]),
+            "" if speed is None else f"{speed:.1f}",
+            "" if speed is None else f"{run['baseline_tokens_per_second']:.1f}",
+        )
+    console.print(table)
+    _print_categories(report, console)
+    console.print("accept length = accepted drafts a step + 1 (the bonus token counts)")
+    console.print(agreement(report))
+
+
+def _print_categories(report: dict[str, Any], console: Console) -> None:
+    names = list(report["runs"][0]["categories"])
+    if len(names) < 2:
+        return
+    table = Table(title="accept length by category")
+    table.add_column("category")
+    shown = _one_mode(report)
+    for run in shown:
+        table.add_column(f"{run['draft']} (head {run['head']})", justify="right")
+    for name in names:
+        table.add_row(name, *(f"{run['categories'][name]['accept_length']:.3f}" for run in shown))
+    console.print(table)
+
+
+def _one_mode(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One run a candidate: the modes agree, so their first suffices."""
+    first = report["runs"][0]["mode"]
+    return [run for run in report["runs"] if run["mode"] == first]
+
+
+def agreement(report: dict[str, Any]) -> str:
+    """One line on what the modes and plain decoding say of each other."""
+    lines = []
+    if report["lossless"]["checked"]:
+        different = report["lossless"]["different"]
+        lines.append(
+            "greedy answers equal plain decoding, token for token"
+            if not different
+            else f"ANSWERS DIFFER from plain decoding: {', '.join(different[:3])}"
+        )
+    apart = disagreements(report)
+    if len({run["mode"] for run in report["runs"]}) > 1:
+        lines.append(
+            "replay and decode accept the same run at every step"
+            if not apart
+            else f"replay and decode DISAGREE: {', '.join(apart[:3])}"
+        )
+    return "; ".join(lines)
+
+
+def disagreements(report: dict[str, Any]) -> list[str]:
+    """Prompts whose accepted runs differ between modes of the same candidate."""
+    seen: dict[tuple[str, str, str], list[int]] = {}
+    apart = []
+    for run in report["runs"]:
+        for prompt in run["prompts"]:
+            key = (run["draft"], run["head"], prompt["id"])
+            runs = seen.setdefault(key, prompt["accepted_runs"])
+            if runs != prompt["accepted_runs"]:
+                apart.append(f"{run['draft']} (head {run['head']}): {prompt['id']}")
+    return apart
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Write the report whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def write_picture(report: dict[str, Any], path: Path) -> None:
+    """Acceptance length, histogram of runs and acceptance by draft position, as a PNG."""
+    from matplotlib.figure import Figure
+
+    shown = _one_mode(report)
+    names = [f"{run['draft']}\nhead {run['head']}" for run in shown]
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    length, runs, position = figure.subplots(1, 3)
+    bars = length.bar(names, [run["accept_length"] for run in shown], color=_colours(shown))
+    length.bar_label(bars, fmt="%.2f")
+    length.set(title="acceptance length (with bonus)", ylim=(0, None))
+    width = 0.8 / len(shown)
+    for index, run in enumerate(shown):
+        total = max(1, run["verify_steps"])
+        places = [k + index * width for k in range(len(run["histogram"]))]
+        shares = [count / total for count in run["histogram"]]
+        runs.bar(places, shares, width, color=_colours(shown)[index])
+        conditional = run["conditional_acceptance"]
+        position.plot(
+            range(1, len(conditional) + 1),
+            [float("nan") if value is None else value for value in conditional],
+            marker="o", color=_colours(shown)[index], label=names[index].replace("\n", ", "),
+        )  # fmt: skip
+    runs.set(title="drafts accepted in a step", ylabel="share of steps")
+    position.set(title="acceptance given all before", xlabel="draft position", ylim=(0, 1))
+    position.legend(fontsize="small")
+    figure.suptitle(
+        f"{report['target']}, {shown[0]['mode']}, {shown[0]['num_proposals']} proposals"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _colours(runs: list[dict[str, Any]]) -> list[str]:
+    return [f"C{index}" for index in range(len(runs))]

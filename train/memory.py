@@ -1,0 +1,71 @@
+"""An estimate of what a run will need, printed before its first step."""
+
+from dataclasses import dataclass
+
+from domino_kit.train.objective import chunk_rows
+from domino_kit.train.setup import Run
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by purpose."""
+
+    target: int
+    draft: int
+    logits: int
+    activations: int
+    features: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.target + self.draft + self.logits + self.activations + self.features
+
+
+def estimate(run: Run) -> Memory:
+    """Expected peak of a training step; activations are a rule of thumb, the rest is counted.
+
+    Draft: weights, gradient and two AdamW moments in float32. Logits: one chunk. Activations:
+    what a layer keeps for the backward pass, about 16 hidden rows and 5 MLP rows a block row, and
+    the attention probabilities over context and blocks.
+    """
+    recipe, config = run.recipe, run.model.config
+    rows = recipe.train.batch_size * recipe.train.num_anchors * config.block_size
+    length = min(recipe.data.max_length, max(len(s.input_ids) for s in run.samples))
+    width = run.target.embedding.weight.element_size()
+    per_row = 16 * config.hidden_size + 5 * config.intermediate_size
+    keys = length + recipe.train.num_anchors * config.block_size
+    attention = rows * keys * (config.num_attention_heads + 1)
+    chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb))
+    token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
+    tokens = sum(len(sample.input_ids) for sample in run.samples)
+    return Memory(
+        target=sum(p.numel() * p.element_size() for p in run.target.model.parameters()),
+        draft=16 * sum(p.numel() for p in run.model.parameters()),
+        logits=chunk * config.vocab_size * 4 * 3,
+        activations=config.num_hidden_layers * (rows * per_row + attention) * width,
+        features=min(recipe.train.feature_cache_mb * 2**20, tokens * token_bytes),
+    )
+
+
+def describe_run(run: Run) -> list[str]:
+    """Parameter counts, data and memory, as lines for people."""
+    memory = estimate(run)
+    backbone = head = 0
+    for name, parameter in run.model.named_parameters():
+        if name.startswith(("prefix_gru.", "embed_proj.")):
+            head += parameter.numel()
+        else:
+            backbone += parameter.numel()
+    supervised = sum(sum(sample.loss_mask) for sample in run.samples)
+    dropped = ", ".join(f"{count} {why}" for why, count in run.dropped.items()) or "none"
+    parts = ", ".join(
+        f"{name} {getattr(memory, name) / 2**20:.0f} MB"
+        for name in ("target", "draft", "logits", "activations", "features")
+    )
+    return [
+        f"draft: {backbone / 1e6:.1f} M parameters in the backbone, {head / 1e6:.1f} M in the head",
+        f"data: {len(run.samples)} rows, {supervised} supervised tokens, dropped: {dropped}",
+        f"steps: {run.total_steps}",
+        f"expected memory: {memory.total / 2**30:.1f} GB ({parts})",
+    ]
