@@ -2,7 +2,9 @@
 # of code needs no new install. Needs Python >= 3.11, make and git.
 PYTHON ?= python3
 CACHE ?= $(if $(DOMINO_KIT_CACHE),$(DOMINO_KIT_CACHE),$(HOME)/.cache/domino-kit)
-VENV ?= $(CACHE)/venv-$(shell $(PYTHON) tests/venv_key.py)
+KEY := $(shell $(PYTHON) tests/venv_key.py)
+$(if $(KEY),,$(error set PYTHON to a Python 3.11 or later, for example: make demo PYTHON=python3.11))
+VENV ?= $(CACHE)/venv-$(KEY)
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint venv print-venv

@@ -40,6 +40,7 @@ def histogram(runs: Sequence[int], num_proposals: int) -> list[int]:
     """How many steps accepted 0, 1, … ``num_proposals`` drafts."""
     counts = [0] * (num_proposals + 1)
     for run in runs:
+        assert 0 <= run <= num_proposals, "a run longer than its proposals"
         counts[run] += 1
     return counts
 

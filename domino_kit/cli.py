@@ -66,9 +66,9 @@ def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | N
 @click.option("--draft", required=True, metavar="FOLDER", help="Draft checkpoint to measure.")
 @click.option("--target", metavar="NAME", help="Target model; default: the one in the manifest.")
 @click.option("--compare", multiple=True, metavar="FOLDER|off",
-              help="Another draft, or `off` for the same one without its head; repeatable.")  # fmt: skip
+              help="Another draft, or `off`: the same without its head; repeatable.")  # fmt: skip
 @click.option("--prompts", required=True, metavar="FILE|BENCHMARK[=FILE]",
-              help="JSONL or parquet file, or gsm8k, humaneval, mt-bench, alpaca, math500.")  # fmt: skip
+              help="JSONL or parquet, or gsm8k, humaneval, mt-bench, alpaca, math500.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["replay", "decode", "both"]), default="both",
               help="Replay the target's answers, decode them, or both.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Use only the first prompts.")
@@ -141,3 +141,7 @@ def _one_line(error: ValueError | OSError) -> str:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}."
     return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    main()

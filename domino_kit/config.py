@@ -3,7 +3,7 @@
 import difflib
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -28,12 +28,14 @@ NESTED_FIELDS = ("mask_token_id", "target_layer_ids", "projector_type", *HEAD_FI
 IGNORED_KEYS = {
     "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version",
     "attention_dropout", "use_cache", "initializer_range", "draft_vocab_size", "pad_token_id",
-    "num_anchors", "loss_decay_gamma", "layer_types", "sliding_window", "use_sliding_window",
+    "num_anchors", "loss_decay_gamma", "lambda_base_start", "lambda_base_decay_ratio",
+    "lambda_base_decay_steps", "layer_types", "sliding_window", "use_sliding_window",
     "max_window_layers", "is_causal", "tie_word_embeddings", "rope_scaling", "rope_parameters",
     "rope_theta", "attention_bias", "dflash_config", "mask_token", "name_or_path", "_name_or_path",
 }  # fmt: skip
 
 PositiveInt = Field(gt=0, strict=True)
+PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 
 
 class DraftConfig(BaseModel):
@@ -52,8 +54,8 @@ class DraftConfig(BaseModel):
     num_key_value_heads: int = PositiveInt
     head_dim: int = PositiveInt
     vocab_size: int = PositiveInt
-    rms_norm_eps: float = Field(gt=0)
-    rope_theta: float = Field(gt=0)
+    rms_norm_eps: PositiveFloat
+    rope_theta: PositiveFloat
     max_position_embeddings: int = PositiveInt
     block_size: int = Field(gt=1, strict=True)
     num_target_layers: int = PositiveInt
@@ -64,8 +66,8 @@ class DraftConfig(BaseModel):
     pure_draft_prefix_len: int = Field(default=1, ge=0, strict=True)
     gru_hidden_dim: int | None = Field(default=None, gt=0, strict=True)
     emb_dim: int | None = Field(default=None, gt=0, strict=True)
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
+    bos_token_id: StrictInt | None = None
+    eos_token_id: StrictInt | list[StrictInt] | None = None
 
     @property
     def has_head(self) -> bool:
@@ -178,7 +180,9 @@ def read_config(path: Path) -> DraftConfig:
         raise ValueError(
             f"{path} does not exist; a draft checkpoint needs a config.json."
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable JSON: {error}.") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, not a JSON object.")
@@ -223,7 +227,7 @@ def parse_config(raw: dict[str, Any]) -> DraftConfig:
 def _one_value(raw: dict[str, Any], nested: dict[str, Any], name: str) -> Any:
     """A field from the nested or top level; both levels must agree where both are given."""
     top, inner = raw.get(name), nested.get(name)
-    if top is not None and inner is not None and top != inner:
+    if None not in (top, inner) and (type(top), top) != (type(inner), inner):
         raise ValueError(f"{name} is {inner!r} in dflash_config but {top!r} at the top level.")
     return inner if inner is not None else top
 
@@ -270,9 +274,12 @@ def _rope_theta(raw: dict[str, Any]) -> float:
             found[f"{key}.rope_theta"] = block["rope_theta"]
     if not found:
         raise ValueError("rope_theta is missing; it must be the value used in training.")
-    if len({float(value) for value in found.values()}) > 1:
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r}; it must be a number.")
+    if len(set(found.values())) > 1:
         raise ValueError(f"the RoPE base differs within the file: {found}.")
-    return float(next(iter(found.values())))
+    return next(iter(found.values()))
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -286,8 +293,11 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     for name, allowed in required.items():
         if raw.get(name) is not None and raw[name] not in allowed:
             raise ValueError(f"{name} is {raw[name]!r}; only {allowed[0]!r} is supported.")
-    layer_types = raw.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
+    layer_types = raw.get("layer_types")
+    count = raw.get("num_hidden_layers")
+    if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != count):
+        raise ValueError(f"layer_types is {layer_types!r}; it must list {count} layers.")
+    if any(kind != "full_attention" for kind in layer_types or []):
         raise ValueError(
             f"layer_types is {layer_types}; only full_attention is supported (tools disagree on "
             "sliding windows inside a block)."

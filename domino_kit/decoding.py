@@ -31,7 +31,9 @@ class Sampling:
     proposals: Literal["greedy", "sampled"] = "greedy"
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if self.proposals not in ("greedy", "sampled"):
+            raise ValueError(f"proposals is {self.proposals!r}; known are 'greedy' and 'sampled'.")
+        if not self.temperature >= 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise ValueError(
                 f"sampling needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0; found {self}."
             )
@@ -99,6 +101,15 @@ def check_num_proposals(model: DominoDraft, num_proposals: int | None) -> int:
             f"shift_label {config.shift_label}) allows 1 to {most}."
         )
     return num_proposals
+
+
+def check_pair(model: DominoDraft, target: Target) -> None:
+    """Raise ``ValueError`` unless the target captures just the layers that the draft reads."""
+    if target.layer_ids != list(model.config.target_layer_ids):
+        raise ValueError(
+            f"the target captures layers {target.layer_ids}, but the draft reads "
+            f"{list(model.config.target_layer_ids)}; build Target with the draft's own ids."
+        )
 
 
 def rollout(
@@ -218,8 +229,11 @@ def accept(
     stands = draw * q_token < p_token
     accepted = stands.long().cumprod(1).sum(1)
     rows = torch.arange(len(tokens), device=tokens.device)
-    q = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1)
-    residual = (p[rows, accepted] - q[rows, accepted]).clamp(min=0)
+    q = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
+    own = p[rows, accepted]
+    residual = (own - q[rows, accepted]).clamp(min=0)
+    # Rounding alone can reject where q >= p everywhere; p is then the right distribution.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, own)
     return accepted, sample(residual, generator)
 
 
@@ -283,7 +297,10 @@ def generate(
     sampling = sampling or Sampling()
     if not prompts or any(not prompt for prompt in prompts) or max_new_tokens < 1:
         raise ValueError("every prompt needs at least one token, and max_new_tokens at least 1.")
-    n = 0 if model is None else check_num_proposals(model, num_proposals)
+    n = 0
+    if model is not None:
+        check_pair(model, target)
+        n = check_num_proposals(model, num_proposals)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + n
     cache, outcome, positions, logits = prefill(target, prompts, capacity)
     draft_cache = None if model is None else DraftCache(len(model.layers), capacity)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from domino_kit import alignment
 from domino_kit.acceptance import chain_walk
-from domino_kit.decoding import check_num_proposals, rollout
+from domino_kit.decoding import check_num_proposals, check_pair, rollout
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import Target
 
@@ -37,6 +37,7 @@ def replay(
     chunk_anchors: int = 64,
 ) -> list[list[int]]:
     """Accepted runs of every text, one number a verify step."""
+    check_pair(model, target)
     n = check_num_proposals(model, num_proposals)
     runs: list[list[int]] = []
     for start in range(0, len(texts), batch_size):

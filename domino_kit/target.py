@@ -35,12 +35,13 @@ def default_layer_ids(num_target_layers: int, count: int) -> list[int]:
     Source: ``build_target_layer_ids`` of SpecForge and SGLang, which repeats ids on shallow
     targets; here that raises ``ValueError``.
     """
+    ids: list[int] = []
     if count == 1:
         ids = [num_target_layers // 2]
     else:
         step = (num_target_layers - 4) / (count - 1)
         ids = [round(1 + index * step) for index in range(count)]
-    if len(set(ids)) != count or not 0 <= min(ids) <= max(ids) < num_target_layers:
+    if sorted(set(ids)) != ids or not 0 <= min(ids) <= max(ids) < num_target_layers:
         raise ValueError(
             f"cannot spread {count} feature layers over a target of {num_target_layers} layers "
             f"(the usual formula gives {ids}); name them with draft.target_layer_ids."
@@ -58,6 +59,8 @@ class Target:
     def __init__(self, model: Any, layer_ids: list[int], allow_last_layer: bool = False) -> None:
         """Raises ``ValueError`` if the model cannot be a target or has no such layers."""
         self.model: Any = model.eval().requires_grad_(False)
+        if self.model.config._attn_implementation != "sdpa":
+            self.model.set_attn_implementation("sdpa")
         self.text_config = self.model.config.get_text_config()
         self.decoder = self.model.get_decoder()
         self.embedding = self.model.get_input_embeddings()
@@ -80,6 +83,10 @@ class Target:
                     f"the target's config has {name}={value}; targets that scale embeddings or "
                     "logits are not supported."
                 )
+        if getattr(self.embedding, "embed_scale", None) is not None and (
+            self.text_config.model_type == "gemma"
+        ):
+            raise ValueError("the target's embedding scales its rows, which is not supported.")
         if getattr(self.head, "bias", None) is not None:
             raise ValueError("the target's output head has a bias, which no draft format carries.")
 
@@ -162,6 +169,10 @@ class Target:
         Raises ``ValueError`` for targets whose state cannot take back a rejected token.
         """
         kinds = set(getattr(self.text_config, "layer_types", None) or ["full_attention"])
+        if not getattr(self.text_config, "layer_types", None) and getattr(
+            self.text_config, "sliding_window", None
+        ):
+            kinds = {"sliding_attention"}  # Mistral, Phi-3, Qwen3-MoE: one window for every layer
         if kinds != {"full_attention"}:
             raise ValueError(
                 f"the target has layers of type {sorted(kinds - {'full_attention'})}; decoding "

@@ -10,7 +10,7 @@ from domino_kit.acceptance import Acceptance
 from domino_kit.checkpoint import load_draft
 from domino_kit.contract import compare_targets, target_identity
 from domino_kit.decoding import Answer, Sampling, generate
-from domino_kit.eval.prompts import Prompt
+from domino_kit.eval.prompt_set import Prompt
 from domino_kit.modeling import DominoDraft
 from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target

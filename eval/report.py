@@ -37,9 +37,28 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             "" if speed is None else f"{run['baseline_tokens_per_second']:.1f}",
         )
     console.print(table)
+    _print_positions(report, console)
     _print_categories(report, console)
     console.print("accept length = accepted drafts a step + 1 (the bonus token counts)")
     console.print(agreement(report))
+
+
+def _print_positions(report: dict[str, Any], console: Console) -> None:
+    """Steps by accepted drafts, and each draft position's acceptance given all before it."""
+    shown = _one_mode(report)
+    table = Table(title="steps by accepted drafts (and acceptance of that draft, given all before)")
+    table.add_column("draft")
+    table.add_column("head")
+    for place in range(shown[0]["num_proposals"] + 1):
+        table.add_column(str(place), justify="right")
+    for run in shown:
+        rates = [None, *run["conditional_acceptance"]]
+        cells = [
+            str(count) if rate is None else f"{count} ({rate:.0%})"
+            for count, rate in zip(run["histogram"], rates, strict=True)
+        ]
+        table.add_row(run["draft"], run["head"], *cells)
+    console.print(table)
 
 
 def _print_categories(report: dict[str, Any], console: Console) -> None:

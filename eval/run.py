@@ -10,7 +10,7 @@ from domino_kit.checkpoint import resolve_folder
 from domino_kit.contract import json_hash, library_versions, read_manifest
 from domino_kit.decoding import Sampling
 from domino_kit.eval.measure import Task, check_lengths, equal_proposals, load_candidates, measure
-from domino_kit.eval.prompts import read_prompts
+from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.eval.report import (
     DEFINITIONS,
     disagreements,

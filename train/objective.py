@@ -68,7 +68,7 @@ def dual_cross_entropy(
     )
     final_correct, base_correct = torch.zeros_like(used), torch.zeros_like(used)
     final_correct[used], base_correct[used] = final_ok, base_ok
-    return Loss(total, float(final), float(base), final_correct, base_correct)
+    return Loss(total, final.item(), base.item(), final_correct, base_correct)
 
 
 class _ChunkedDualCrossEntropy(torch.autograd.Function):
@@ -102,13 +102,13 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
             label, weight = labels[part, None], weights[part, None].float()
-            base = hidden[part] @ head.T
+            base = hidden[part].to(head.dtype) @ head.T
             base_ok[part] = base.argmax(-1) == label[:, 0]
             if low_rank is None or projection is None or grad_low is None:
                 base_loss, grad = _cross_entropy(base, label, weight, 1.0)
                 final_loss, final_ok[part] = base_loss, base_ok[part]
             else:
-                final = base + low_rank[part] @ projection.T
+                final = base + (low_rank[part] @ projection.T).to(base.dtype)
                 final_ok[part] = final.argmax(-1) == label[:, 0]
                 final_loss, grad_final = _cross_entropy(final, label, weight, 1.0 - lam)
                 base_loss, grad = _cross_entropy(base, label, weight, lam)
@@ -117,13 +117,13 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
                 assert grad_projection is not None
                 grad_projection += (grad_final.T @ low_rank[part]).float()
                 grad += grad_final
-            grad_hidden[part] = grad.to(head.dtype) @ head
+            grad_hidden[part] = (grad.to(head.dtype) @ head).to(hidden.dtype)
             base_sum += base_loss
             final_sum += final_loss
         if projection is not None and grad_projection is not None:
             grad_projection = grad_projection.to(projection.dtype)
         ctx.save_for_backward(grad_hidden, grad_low, grad_projection)
-        total = base_sum if low_rank is None else (1.0 - lam) * final_sum + lam * base_sum
+        total = base_sum.clone() if low_rank is None else (1.0 - lam) * final_sum + lam * base_sum
         ctx.mark_non_differentiable(final_sum, base_sum, final_ok, base_ok)
         return total, final_sum, base_sum, final_ok, base_ok
 

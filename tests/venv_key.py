@@ -1,0 +1,14 @@
+"""Print a short key of the interpreter and the declared dependencies, to name an environment."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+if sys.version_info < (3, 11):
+    sys.exit(f"domino-kit needs Python 3.11 or later; this is {sys.version.split()[0]}")
+
+import tomllib
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+facts = [sys.version, project["dependencies"], project["optional-dependencies"]]
+print(hashlib.sha256(repr(facts).encode()).hexdigest()[:12])

@@ -1,0 +1,1 @@
+"""The demo's training data and the command that regenerates it."""
