@@ -38,7 +38,7 @@ def test_every_command_is_covered() -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"make ([a-z-]+)", README):
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 

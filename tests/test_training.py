@@ -114,7 +114,7 @@ def test_a_step_equals_the_naive_definition(
     batches = micro_batches(run.samples, 3, 42)
     sums = train_step(run, FeatureSource(run.target, 0), batches, 0)
     assert sums.weight == pytest.approx(weight, rel=1e-5)
-    assert sums.loss == pytest.approx(float(expected), rel=1e-5)
+    assert sums.loss == pytest.approx(expected.item(), rel=1e-5)
     for parameter, gradient in zip(parameters, wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 

@@ -108,15 +108,16 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
                 base_loss, grad = _cross_entropy(base, label, weight, 1.0)
                 final_loss, final_ok[part] = base_loss, base_ok[part]
             else:
-                final = base + (low_rank[part] @ projection.T).to(base.dtype)
+                low, last = low_rank[part].to(head.dtype), projection.to(head.dtype)
+                final = base + low @ last.T
                 final_ok[part] = final.argmax(-1) == label[:, 0]
                 final_loss, grad_final = _cross_entropy(final, label, weight, 1.0 - lam)
                 base_loss, grad = _cross_entropy(base, label, weight, lam)
-                grad_final = grad_final.to(projection.dtype)
-                grad_low[part] = grad_final @ projection
-                assert grad_projection is not None
-                grad_projection += (grad_final.T @ low_rank[part]).float()
                 grad += grad_final
+                grad_final = grad_final.to(head.dtype)
+                grad_low[part] = (grad_final @ last).to(low_rank.dtype)
+                assert grad_projection is not None
+                grad_projection += grad_final.T @ low
             grad_hidden[part] = (grad.to(head.dtype) @ head).to(hidden.dtype)
             base_sum += base_loss
             final_sum += final_loss
