@@ -82,6 +82,7 @@ def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | N
 @click.option("--top-k", type=click.IntRange(0), default=0, help="0 is off.")
 @click.option("--proposals", type=click.Choice(["greedy", "sampled"]), default="greedy",
               help="How the draft proposes at a temperature.")  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Of sampled answers.")
 @click.option("--thinking/--no-thinking", default=None, help="Thinking mode; default: as trained.")
 @click.option("--device", default="auto", help="auto, cpu or cuda.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
@@ -95,9 +96,9 @@ def eval_acceptance(**options: Any) -> None:
 
     Exit status: 0; 1 if an answer or a run differs, or the acceptance is too low; 2 on bad input.
     """
-    from domino_kit.eval.run import run_evaluation
+    from domino_kit.eval.run import Options, run_evaluation
 
-    raise SystemExit(run_evaluation(**options))
+    raise SystemExit(run_evaluation(Options(**options)))
 
 
 @domino.command()

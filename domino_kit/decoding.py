@@ -295,16 +295,12 @@ def generate(
     for an empty prompt and for numbers out of range.
     """
     sampling = sampling or Sampling()
-    if not prompts or any(not prompt for prompt in prompts) or max_new_tokens < 1:
-        raise ValueError("every prompt needs at least one token, and max_new_tokens at least 1.")
-    n = 0
-    if model is not None:
-        check_pair(model, target)
-        n = check_num_proposals(model, num_proposals)
+    n = _check_request(target, model, prompts, max_new_tokens, num_proposals)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + n
     cache, outcome, positions, logits = prefill(target, prompts, capacity)
     draft_cache = None if model is None else DraftCache(len(model.layers), capacity)
-    first = sampling_choice(logits, sampling, generator)
+    nothing = Proposal(torch.empty(len(prompts), 0, dtype=torch.long, device=target.device))
+    _, first = accept(nothing, logits[:, None], sampling, generator)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     answers = [Answer() for _ in prompts]
     batch = _Batch(list(answers), first, lengths, cache, draft_cache)
@@ -317,7 +313,7 @@ def generate(
         if model is not None and batch.draft_cache is not None:
             batch.draft_cache.write(model.context_kv(outcome.features, positions), positions)
         batch.keep(unfinished)
-        proposal = Proposal(batch.anchors.new_empty(len(batch.anchors), 0))
+        proposal = Proposal(nothing.tokens[: len(batch.answers)])
         if model is not None and batch.draft_cache is not None:
             proposal = draft(
                 model, target, batch.anchor_tokens, batch.anchors, batch.draft_cache, n,
@@ -334,13 +330,20 @@ def generate(
     return answers
 
 
-def sampling_choice(
-    logits: Tensor, sampling: Sampling, generator: torch.Generator | None
-) -> Tensor:
-    """The target's own next token ``[B]`` from logits ``[B, V]``."""
-    if sampling.greedy:
-        return logits.argmax(-1)
-    return sample(sampling.probabilities(logits), generator)
+def _check_request(
+    target: Target,
+    model: DominoDraft | None,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    num_proposals: int | None,
+) -> int:
+    """Refuse what cannot be decoded; returns the number of proposals, 0 without a draft."""
+    if not prompts or any(not prompt for prompt in prompts) or max_new_tokens < 1:
+        raise ValueError("every prompt needs at least one token, and max_new_tokens at least 1.")
+    if model is None:
+        return 0
+    check_pair(model, target)
+    return check_num_proposals(model, num_proposals)
 
 
 def _commit_steps(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import domino_kit
 from domino_kit.demo_target import ensure_demo_target
-from domino_kit.eval.run import run_evaluation
+from domino_kit.eval.run import Options, run_evaluation
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.memory import describe_run
 from domino_kit.train.recipe import read_recipe
@@ -65,26 +65,18 @@ def run_demo(output: Path, seed: int, steps: int | None, limit: int | None) -> i
 def compare(output: Path, limit: int | None) -> int:
     """Replay and decode the held-out prompts with each draft, and with Domino's head off."""
     status = run_evaluation(
-        draft=str(output / "domino"),
-        target=None,
-        compare=("off", str(output / "dflash")),
-        prompts=str(HELD_OUT),
-        mode="both",
-        limit=limit,
-        max_new_tokens=MAX_NEW_TOKENS,
-        num_proposals=None,
-        batch_size=BATCH_SIZE,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        proposals="greedy",
-        thinking=None,
-        device="cpu",
-        dtype="float32",
-        trust_remote_code=False,
-        output=output / "report.json",
-        picture=output / "report.png",
-        min_accept_length=None,
+        Options(
+            draft=str(output / "domino"),
+            compare=("off", str(output / "dflash")),
+            prompts=str(HELD_OUT),
+            limit=limit,
+            max_new_tokens=MAX_NEW_TOKENS,
+            batch_size=BATCH_SIZE,
+            device="cpu",
+            dtype="float32",
+            output=output / "report.json",
+            picture=output / "report.png",
+        )
     )
     runs = json.loads((output / "report.json").read_text())["runs"]
     lengths = {run["head"]: run["accept_length"] for run in runs if run["mode"] == "decode"}

@@ -192,6 +192,26 @@ class Target:
         )
 
 
+def choose_device(wanted: str) -> str:
+    """``auto`` is cuda where there is one; raises ``ValueError`` for a device that is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(wanted).type
+    except RuntimeError:
+        raise ValueError(f"device {wanted!r} is unknown; use auto, cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {wanted!r} was asked for, but PyTorch sees no CUDA device here.")
+    return wanted
+
+
+def choose_dtype(wanted: str, device: str) -> torch.dtype:
+    """``auto`` is float32 on a CPU and bfloat16 elsewhere."""
+    if wanted == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+
+
 def check_model_folder(path: str) -> None:
     """Raise ``ValueError`` if a *local* path is meant but is not a model folder."""
     folder = Path(path)
@@ -209,7 +229,9 @@ def load_target_model(path: str, dtype: torch.dtype, device: str, trust_remote_c
     Raises ``ValueError`` in one sentence if there is no such model.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     check_model_folder(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from domino_kit.acceptance import Acceptance
 from domino_kit.checkpoint import load_draft
 from domino_kit.contract import compare_targets, target_identity
@@ -46,6 +48,7 @@ class Task:
     num_proposals: int
     batch_size: int
     sampling: Sampling
+    seed: int = 0
 
 
 def load_candidates(
@@ -70,18 +73,8 @@ def load_candidates(
             candidates.append(Candidate(first.name, first.model, first.target, use_head=False))
             continue
         model, manifest = load_draft(source, weight.dtype, str(weight.device))
-        config = model.config
-        target = Target(hf_model, list(config.target_layer_ids), allow_last_layer=True)
-        for found, wanted, what in (
-            (config.vocab_size, target.vocab_size, "vocab_size"),
-            (config.hidden_size, target.hidden_size, "hidden_size"),
-            (config.num_target_layers, len(target.layers), "num_target_layers"),
-        ):
-            if found != wanted:
-                raise ValueError(
-                    f"draft {source} has {what} {found}, but the target has {wanted}: it was made "
-                    "for another target."
-                )
+        target = Target(hf_model, list(model.config.target_layer_ids), allow_last_layer=True)
+        _check_fit(source, model, target)
         if manifest is not None:
             here = target_identity(manifest.target.name, target, tokenizer, thinking)
             errors, warnings = compare_targets(manifest.target, here)
@@ -91,6 +84,20 @@ def load_candidates(
                 say(f"warning: draft {source}: {warning}")
         candidates.append(Candidate(_name(source, candidates), model, target))
     return candidates
+
+
+def _check_fit(source: str, model: DominoDraft, target: Target) -> None:
+    config = model.config
+    for found, wanted, what in (
+        (config.vocab_size, target.vocab_size, "vocab_size"),
+        (config.hidden_size, target.hidden_size, "hidden_size"),
+        (config.num_target_layers, len(target.layers), "num_target_layers"),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"draft {source} has {what} {found}, but the target has {wanted}: it was made for "
+                "another target."
+            )
 
 
 def _name(source: str, candidates: list[Candidate]) -> str:
@@ -136,6 +143,7 @@ def decode_all(
 ) -> tuple[list[Answer], float]:
     """All answers in batches, and the tokens per second of the whole."""
     answers: list[Answer] = []
+    generator = torch.Generator(target.device).manual_seed(task.seed)
     started = time.perf_counter()
     for start in range(0, len(task.prompt_ids), task.batch_size):
         answers += generate(
@@ -147,6 +155,7 @@ def decode_all(
             num_proposals=None if model is None else task.num_proposals,
             use_head=use_head,
             sampling=task.sampling,
+            generator=generator,
         )
         say(f"{len(answers)} of {len(task.prompt_ids)} answers")
     seconds = time.perf_counter() - started
@@ -161,21 +170,18 @@ def measure(
     ``lossless`` lists, for greedy decoding, the ids of prompts whose answer differed from plain
     decoding (none in float32). Replay needs greedy sampling.
     """
-    if "replay" in modes and not task.sampling.greedy:
-        raise ValueError("replay measures greedy decoding; use --mode decode with a temperature.")
+    assert task.sampling.greedy or "replay" not in modes, "replay needs greedy answers"
     say("plain decoding")
     plain, baseline = decode_all(task, candidates[0].target, None, False, say)
+    texts = [KnownAnswer(p, a.tokens) for p, a in zip(task.prompt_ids, plain, strict=True)]
     runs: list[dict[str, Any]] = []
     different: list[str] = []
     for candidate in candidates:
         for mode in modes:
-            say(f"{candidate.name} (head {candidate.head}): {mode}")
+            name = f"{candidate.name} (head {candidate.head})"
+            say(f"{name}: {mode}")
             speed = None
             if mode == "replay":
-                texts = [
-                    KnownAnswer(prompt, answer.tokens)
-                    for prompt, answer in zip(task.prompt_ids, plain, strict=True)
-                ]
                 accepted = replay(
                     candidate.target, candidate.model, texts,
                     num_proposals=task.num_proposals, use_head=candidate.use_head,
@@ -186,15 +192,16 @@ def measure(
                 )
                 accepted = [answer.accepted_runs for answer in answers]
                 if task.sampling.greedy:
-                    different += [
-                        f"{candidate.name} (head {candidate.head}): {prompt.prompt_id}"
-                        for prompt, a, b in zip(task.prompts, answers, plain, strict=True)
-                        if a.tokens != b.tokens
-                    ]
+                    different += [f"{name}: {key}" for key in _different(task, answers, plain)]
             runs.append(_run(task, candidate, mode, accepted, speed, baseline))
-    lossless: dict[str, Any] = {"checked": task.sampling.greedy and "decode" in modes}
-    lossless["different"] = different
+    lossless = {"checked": task.sampling.greedy and "decode" in modes, "different": different}
     return {"runs": runs, "lossless": lossless, "answers": [answer.tokens for answer in plain]}
+
+
+def _different(task: Task, answers: list[Answer], plain: list[Answer]) -> list[str]:
+    """Ids of the prompts whose answers are not the same."""
+    triples = zip(task.prompts, answers, plain, strict=True)
+    return [prompt.prompt_id for prompt, ours, own in triples if ours.tokens != own.tokens]
 
 
 def _run(

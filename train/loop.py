@@ -160,7 +160,7 @@ def train(
     measured: dict[str, float] = {}
     started = time.monotonic()
     with Progress(run, quiet=quiet) as progress, _interruptible() as asked:
-        step = 0
+        step = saved = 0
         while step < run.total_steps and not asked["stop"]:
             sums = train_step(run, source, batches, step)
             if not math.isfinite(sums.loss):
@@ -176,7 +176,9 @@ def train(
                 progress.validation(step, measured)
             if not last and _due(step, recipe.output.save_every):
                 write_checkpoint(run, step, command, measured, time.monotonic() - started)
-    write_checkpoint(run, step, command, measured, time.monotonic() - started)
+                saved = step
+    if saved != step or step == 0:
+        write_checkpoint(run, step, command, measured, time.monotonic() - started)
     return step
 
 

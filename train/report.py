@@ -14,8 +14,9 @@ from rich.progress import Progress as Bar
 from domino_kit import __version__
 from domino_kit.checkpoint import WEIGHTS_NAME, save_draft
 from domino_kit.contract import MANIFEST_NAME, Manifest, git_commit, library_versions
+from domino_kit.target import choose_device, choose_dtype
 from domino_kit.train.objective import lambda_base
-from domino_kit.train.setup import Run, choose_device, choose_dtype
+from domino_kit.train.setup import Run
 
 if TYPE_CHECKING:
     from domino_kit.train.loop import StepSums
@@ -83,6 +84,8 @@ class Progress:
         self.bar.update(self.task, completed=step, status=status, description=phase)
         if step % self.run.recipe.output.log_every and step != self.run.total_steps:
             return
+        if not self.console.is_terminal:  # where no bar can be drawn
+            self.console.print(f"step {step} of {self.run.total_steps}: {phase}, {status}")
         values = {"loss": loss, "lr": lr, "gradient_norm": norm, "samples_per_second": rate}
         if not regressing:
             values["lambda_base"] = lam

@@ -4,8 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from domino_kit.config import DraftConfig
 from domino_kit.contract import TargetIdentity, target_identity
 from domino_kit.conversations import read_rows
@@ -13,6 +11,8 @@ from domino_kit.mask_token import resolve_mask_token
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import (
     Target,
+    choose_device,
+    choose_dtype,
     default_layer_ids,
     end_token_ids,
     load_target_model,
@@ -36,26 +36,6 @@ class Run:
     validation: list[Sample]
     dropped: Counter[str]
     total_steps: int
-
-
-def choose_device(wanted: str) -> str:
-    """``auto`` is cuda where there is one; raises ``ValueError`` for a device that is not there."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(wanted).type
-    except RuntimeError:
-        raise ValueError(f"device {wanted!r} is unknown; use auto, cpu or cuda.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {wanted!r} was asked for, but PyTorch sees no CUDA device here.")
-    return wanted
-
-
-def choose_dtype(wanted: str, device: str) -> torch.dtype:
-    """``auto`` is float32 on a CPU and bfloat16 elsewhere."""
-    if wanted == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
 
 
 def build_run(recipe: Recipe) -> Run:
