@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,9 +19,14 @@ DEFINITIONS = {
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """The runs as a table, acceptance by category, and whether greedy decoding was lossless."""
-    table = Table(title=f"target {report['target']}, {len(report['runs'][0]['prompts'])} prompts")
-    for name in ("draft", "head", "mode", "proposals", "accept length", "drafts/step", "rate",
-                 "steps", "tokens/s", "plain tokens/s"):  # fmt: skip
+    first = report["runs"][0]
+    prompts, proposals = len(first["prompts"]), first["num_proposals"]
+    console.print(
+        f"target {Path(report['target']).name}: {prompts} prompts, {proposals} proposals a step"
+    )
+    table = _table()
+    for name in ("draft", "head", "mode", "accept\nlength", "drafts\na step", "accept\nrate",
+                 "verify\nsteps", "tok/s", "plain\ntok/s"):  # fmt: skip
         table.add_column(name, justify="left" if name in ("draft", "head", "mode") else "right")
     for run in report["runs"]:
         speed = run["tokens_per_second"]
@@ -28,7 +34,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             run["draft"],
             run["head"],
             run["mode"],
-            str(run["num_proposals"]),
             f"{run['accept_length']:.3f}",
             f"{run['accepted_drafts_per_step']:.3f}",
             f"{run['accept_rate']:.1%}",
@@ -43,10 +48,16 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(agreement(report))
 
 
+def _table() -> Table:
+    """Narrow enough for a terminal of 80 columns."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+
+
 def _print_positions(report: dict[str, Any], console: Console) -> None:
     """Steps by accepted drafts, and each draft position's acceptance given all before it."""
     shown = _one_mode(report)
-    table = Table(title="steps by accepted drafts (and acceptance of that draft, given all before)")
+    console.print("steps by accepted drafts, and acceptance of that draft given all before it:")
+    table = _table()
     table.add_column("draft")
     table.add_column("head")
     for place in range(shown[0]["num_proposals"] + 1):
@@ -54,7 +65,7 @@ def _print_positions(report: dict[str, Any], console: Console) -> None:
     for run in shown:
         rates = [None, *run["conditional_acceptance"]]
         cells = [
-            str(count) if rate is None else f"{count} ({rate:.0%})"
+            str(count) if rate is None else f"{count}\n{rate:.0%}"
             for count, rate in zip(run["histogram"], rates, strict=True)
         ]
         table.add_row(run["draft"], run["head"], *cells)
@@ -65,11 +76,12 @@ def _print_categories(report: dict[str, Any], console: Console) -> None:
     names = list(report["runs"][0]["categories"])
     if len(names) < 2:
         return
-    table = Table(title="accept length by category")
+    console.print("accept length by category:")
+    table = _table()
     table.add_column("category")
     shown = _one_mode(report)
     for run in shown:
-        table.add_column(f"{run['draft']} (head {run['head']})", justify="right")
+        table.add_column(f"{run['draft']}\nhead {run['head']}", justify="right")
     for name in names:
         table.add_row(name, *(f"{run['categories'][name]['accept_length']:.3f}" for run in shown))
     console.print(table)
@@ -132,11 +144,13 @@ def write_picture(report: dict[str, Any], path: Path) -> None:
     length, runs, position = figure.subplots(1, 3)
     bars = length.bar(names, [run["accept_length"] for run in shown], color=_colours(shown))
     length.bar_label(bars, fmt="%.2f")
-    length.set(title="acceptance length (with bonus)", ylim=(0, None))
+    length.set(title="acceptance length (with bonus)")
+    length.margins(y=0.12)
     width = 0.8 / len(shown)
     for index, run in enumerate(shown):
         total = max(1, run["verify_steps"])
-        places = [k + index * width for k in range(len(run["histogram"]))]
+        left = (index - (len(shown) - 1) / 2) * width
+        places = [k + left for k in range(len(run["histogram"]))]
         shares = [count / total for count in run["histogram"]]
         runs.bar(places, shares, width, color=_colours(shown)[index])
         conditional = run["conditional_acceptance"]
@@ -149,7 +163,7 @@ def write_picture(report: dict[str, Any], path: Path) -> None:
     position.set(title="acceptance given all before", xlabel="draft position", ylim=(0, 1))
     position.legend(fontsize="small")
     figure.suptitle(
-        f"{report['target']}, {shown[0]['mode']}, {shown[0]['num_proposals']} proposals"
+        f"{Path(report['target']).name}, {shown[0]['mode']}, {shown[0]['num_proposals']} proposals"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -79,7 +79,9 @@ class Progress:
         rate = self.samples / max(1e-9, time.monotonic() - self.since)
         loss = sums.loss / max(sums.weight, 1e-6)
         accept = f" accept {self.accept_length:.2f}" if self.accept_length is not None else ""
-        status = f"loss {loss:.3f} λ {lam:.2f} {rate:.1f} samples/s{accept}"
+        has_head = self.run.model.config.has_head
+        shown_lambda = f" λ {lam:.2f}" if has_head and not regressing else ""
+        status = f"loss {loss:.3f}{shown_lambda} {rate:.1f} samples/s{accept}"
         phase = "regress" if regressing else "train"
         self.bar.update(self.task, completed=step, status=status, description=phase)
         if step % self.run.recipe.output.log_every and step != self.run.total_steps:
@@ -88,7 +90,8 @@ class Progress:
             self.console.print(f"step {step} of {self.run.total_steps}: {phase}, {status}")
         values = {"loss": loss, "lr": lr, "gradient_norm": norm, "samples_per_second": rate}
         if not regressing:
-            values["lambda_base"] = lam
+            if has_head:
+                values["lambda_base"] = lam
             values["teacher_forced_final_loss"] = sums.final / max(sums.weight, 1e-6)
             values["teacher_forced_base_loss"] = sums.base / max(sums.weight, 1e-6)
             values["teacher_forced_accuracy"] = sums.correct / max(sums.rows, 1)
