@@ -110,7 +110,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{name!r} is neither a data file nor a hub data set that can be loaded: {first_line}"
+            f"{name!r} is not a data file, and as a hub data set it cannot be loaded: {first_line}"
         ) from None
     for number, record in enumerate(loaded, start=1):
         yield f"{name}[{split}]:row {number}", record

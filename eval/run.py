@@ -70,7 +70,7 @@ def run_evaluation(options: Options) -> int:
 
     Raises ``ValueError`` in one sentence for anything that cannot be measured.
     """
-    notes = Console(stderr=True)
+    notes = Console(stderr=True, markup=False)
     if "replay" in options.modes and not options.sampling.greedy:
         raise ValueError("replay measures greedy decoding; with --temperature use --mode decode.")
     prompts = read_prompts(options.prompts, options.limit)
@@ -104,7 +104,7 @@ def run_evaluation(options: Options) -> int:
         "rendered_prompts_hash": _rendered_hash(tokenizer, prompts, thinking),
     }
     report = {**facts, **_settings(options), **result}
-    print_report(report, Console())
+    print_report(report, Console(markup=False))
     if options.output is not None:
         write_json(report, options.output)
     if options.picture is not None:

@@ -217,6 +217,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_checkpoint(place: Path) -> None:
     [
         (["--draft", "nothing", "--prompts", "prompts.jsonl"], ["nothing", "not a folder"]),
         (["--draft", "run", "--prompts", "gms8k"], ["gms8k", "known benchmarks"]),
+        (["--draft", "run", "--prompts", "gsm8k"], ["openai/gsm8k", "cannot be loaded"]),
         (["--draft", "run", "--prompts", "none.jsonl"], ["none.jsonl", "does not exist"]),
         (["--draft", "run", "--prompts", "rows.jsonl", "--num-proposals", "4"], ["allow 1 to 3"]),
         (["--draft", "run", "--prompts", "rows.jsonl", "--max-new-tokens", "9999"], ["positions"]),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from domino_kit.config import describe
 
@@ -115,6 +115,11 @@ class OutputSection(Section):
     validation_rows: int = Field(16, gt=0, description="rows of a validation")
     log_every: int = Field(10, gt=0, description="steps between lines of metrics")
     save_dtype: Dtype = Field("auto", description="type of saved weights; auto: the target's")
+
+    @field_validator("folder")
+    @classmethod
+    def _expand(cls, folder: Path) -> Path:
+        return folder.expanduser()
 
 
 class Recipe(Section):

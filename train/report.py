@@ -28,7 +28,7 @@ class Progress:
     def __init__(self, run: Run, *, quiet: bool) -> None:
         self.run = run
         self.folder = run.recipe.output.folder
-        self.console = Console(stderr=True, quiet=quiet)
+        self.console = Console(stderr=True, quiet=quiet, markup=False)
         self.bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),

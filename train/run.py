@@ -32,7 +32,7 @@ def run_training(
         shutil.rmtree(tried, ignore_errors=True)
     check_output(recipe)
     run = build_run(recipe)
-    console = Console(stderr=True, quiet=quiet and not dry_run)
+    console = Console(stderr=True, quiet=quiet and not dry_run, markup=False)
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip())
     for line in describe_run(run):
         console.print(line, highlight=False)
@@ -49,7 +49,7 @@ def train_run(
 ) -> bool:
     """Train a built run and say where the draft lies; false if it was interrupted."""
     steps_done = train(run, command, quiet=quiet, source=source)
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     console.print(f"draft: {run.recipe.output.folder} (step {steps_done} of {run.total_steps})")
     return steps_done == run.total_steps
 
