@@ -15,14 +15,17 @@ from domino_kit.train.objective import (
 R, D, E, V = 23, 6, 4, 17
 
 
-def make_rows(seed: int, with_head: bool = True) -> tuple[Rows, torch.Tensor, torch.Tensor | None]:
+def make_rows(
+    seed: int, with_head: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[Rows, torch.Tensor, torch.Tensor | None]:
     g = torch.Generator().manual_seed(seed)
-    weights = torch.rand(R, generator=g) * (torch.rand(R, generator=g) > 0.4)
-    hidden = torch.randn(R, D, generator=g, requires_grad=True)
-    low = torch.randn(R, E, generator=g, requires_grad=True) if with_head else None
-    projection = torch.randn(V, E, generator=g, requires_grad=True) if with_head else None
+    weights = torch.rand(R, generator=g, dtype=dtype) * (torch.rand(R, generator=g) > 0.4)
+    hidden = torch.randn(R, D, generator=g, dtype=dtype, requires_grad=True)
+    low = torch.randn(R, E, generator=g, dtype=dtype, requires_grad=True) if with_head else None
+    projection = torch.randn(V, E, generator=g, dtype=dtype, requires_grad=True)
     labels = torch.randint(V, (R,), generator=g)
-    return Rows(hidden, low, labels, weights), torch.randn(V, D, generator=g), projection
+    head = torch.randn(V, D, generator=g, dtype=dtype)
+    return Rows(hidden, low, labels, weights), head, projection if with_head else None
 
 
 def plain(
@@ -41,10 +44,11 @@ def plain(
 @pytest.mark.parametrize("chunk", [1, 5, R, 1000])
 @pytest.mark.parametrize("lam", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradients_equal_the_plain_version(
-    chunk: int, lam: float, with_head: bool
+    chunk: int, lam: float, with_head: bool, dtype: torch.dtype
 ) -> None:
-    rows, head, projection = make_rows(1, with_head)
+    rows, head, projection = make_rows(1, with_head, dtype)
     inputs = [t for t in (rows.hidden, rows.low_rank, projection) if t is not None]
     expected, final, base = plain(rows, head, projection, lam)
     wanted = torch.autograd.grad(expected * 0.37, inputs, allow_unused=True)
@@ -55,7 +59,17 @@ def test_loss_and_gradients_equal_the_plain_version(
     assert loss.base == pytest.approx(base.item(), rel=1e-6)
     for ours, theirs in zip(found, wanted, strict=True):
         theirs = torch.zeros_like(ours) if theirs is None else theirs
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_gradcheck_in_float64() -> None:
+    rows, head, projection = make_rows(6, dtype=torch.float64)
+
+    def total(hidden: torch.Tensor, low: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        part = Rows(hidden, low, rows.labels, rows.weights)
+        return dual_cross_entropy(part, head, last, 0.3, 5).total
+
+    assert torch.autograd.gradcheck(total, (rows.hidden, rows.low_rank, projection))
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
@@ -69,7 +83,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(pieces: int) -> No
         part = Rows(rows.hidden[index], rows.low_rank[index], rows.labels[index],
                     rows.weights[index])  # fmt: skip
         dual_cross_entropy(part, head, projection, 0.4, 3).total.backward(retain_graph=True)
-    torch.testing.assert_close(projection.grad, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(projection.grad, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_correct_flags_are_the_argmax_of_both_heads_where_weighted() -> None:

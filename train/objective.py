@@ -90,18 +90,17 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
         lam: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(head.dtype, torch.float32)
         grad_hidden = torch.zeros_like(hidden)
         grad_low = None if low_rank is None else torch.zeros_like(low_rank)
-        grad_projection = (
-            None if projection is None else torch.zeros_like(projection, dtype=torch.float32)
-        )
-        base_sum = hidden.new_zeros((), dtype=torch.float32)
+        grad_projection = None if projection is None else torch.zeros_like(projection, dtype=wide)
+        base_sum = hidden.new_zeros((), dtype=wide)
         final_sum = base_sum.clone()
         final_ok = torch.zeros_like(labels, dtype=torch.bool)
         base_ok = torch.zeros_like(final_ok)
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
-            label, weight = labels[part, None], weights[part, None].float()
+            label, weight = labels[part, None], weights[part, None].to(wide)
             base = hidden[part].to(head.dtype) @ head.T
             base_ok[part] = base.argmax(-1) == label[:, 0]
             if low_rank is None or projection is None or grad_low is None:
@@ -146,9 +145,9 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of cross-entropies, and ``factor`` times its gradient; ``logits`` is consumed.
 
-    Log-sum-exp in float32. ``label`` and ``weight`` are ``[R, 1]``.
+    Computed in the type of ``weight``, at least float32. ``label`` and ``weight`` are ``[R, 1]``.
     """
-    wide = logits.float()
+    wide = logits.to(weight.dtype)
     normaliser = wide.logsumexp(-1, keepdim=True)
     loss = ((normaliser - wide.gather(1, label)) * weight).sum()
     grad = wide.sub_(normaliser).exp_().mul_(factor * weight)

@@ -60,7 +60,7 @@ worker, zookeeper, zoologist
 # category -> what stands before the job
 CATEGORIES = {"plain": "", "part-time": "part-time ", "senior": "senior "}
 HELD_OUT_EVERY, HELD_OUT_FIRST, HELD_OUT_COUNT = 11, 6, 24
-TRAINING_PROMPTS = 660
+TRAINING_ROWS = 640
 MAX_NEW_TOKENS = 96
 BATCH_SIZE = 40
 
@@ -82,10 +82,7 @@ class Answer(NamedTuple):
 
 
 def prompts() -> tuple[list[Prompt], list[Prompt]]:
-    """The training prompts, shuffled once with a fixed seed, and the held-out ones.
-
-    No job occurs in both, and the first n training prompts are a fair sample for any n.
-    """
+    """The training prompts and the held-out ones; no job occurs in both."""
     jobs = [job.strip() for job in JOBS.replace("\n", " ").split(",")]
     if len(set(jobs)) != len(jobs):
         raise ValueError("a job occurs twice in the list")
@@ -97,11 +94,10 @@ def prompts() -> tuple[list[Prompt], list[Prompt]]:
         for job in jobs
         if job not in held_out_jobs
     ]
-    random.Random(0).shuffle(training)
     held_out = [
         _prompt(job, categories[row % len(categories)]) for row, job in enumerate(held_out_jobs)
     ]
-    return training[:TRAINING_PROMPTS], held_out
+    return training, held_out
 
 
 def _prompt(job: str, category: str) -> Prompt:
@@ -195,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
             for p in held_out
         ),
     )
-    rows: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     started = time.monotonic()
     for batch in batches(training, tokenizer):
@@ -212,15 +208,12 @@ def main(argv: list[str] | None = None) -> None:
                 {"role": "user", "content": prompt.text},
                 {"role": "assistant", "content": given.text},
             ]
-            rows[prompt.id] = {
-                "id": prompt.id,
-                "category": prompt.category,
-                "messages": messages,
-                "finish": given.finish,
-            }
+            row = {"id": prompt.id, "category": prompt.category, "messages": messages}
+            rows.append({**row, "finish": given.finish})
         rate = counts["tokens"] / (time.monotonic() - started)
         print(f"{counts['answers']}/{len(training)} answers, {rate:.0f} tokens/s", file=sys.stderr)
-    write_jsonl(options.train, (rows[p.id] for p in training if p.id in rows))
+    random.Random(0).shuffle(rows)  # so that the first n rows are a fair sample for any n
+    write_jsonl(options.train, rows[:TRAINING_ROWS])
     print(json.dumps(dict(counts)))
 
 
