@@ -37,10 +37,11 @@ def chain_walk(proposals: Sequence[Sequence[int]], answer: Sequence[int]) -> lis
 
 
 def histogram(runs: Sequence[int], num_proposals: int) -> list[int]:
-    """How many steps accepted 0, 1, … ``num_proposals`` drafts."""
+    """How many steps accepted 0, 1, … ``num_proposals`` drafts; ``ValueError`` for other runs."""
     counts = [0] * (num_proposals + 1)
     for run in runs:
-        assert 0 <= run <= num_proposals, "a run longer than its proposals"
+        if not 0 <= run <= num_proposals:
+            raise ValueError(f"a run of {run} accepted drafts is impossible with {num_proposals}.")
         counts[run] += 1
     return counts
 

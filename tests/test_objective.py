@@ -140,7 +140,7 @@ def test_regression_is_the_weighted_relative_squared_error() -> None:
         w.item() * ((h - t) ** 2).sum().item() / (t**2).sum().item()
         for w, h, t in zip(rows.weights, rows.hidden, wanted, strict=True)
     )
-    assert float(regression(rows, wanted)) == pytest.approx(expected, rel=1e-5)
+    assert regression(rows, wanted).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_chunk_fits_its_memory() -> None:
