@@ -327,6 +327,8 @@ def describe(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if not name:
         return message
+    if first["type"] == "value_error":
+        return f"{name}: {message}"
     if first["type"] == "missing":
         return f"{name} is missing."
     if first["type"] == "extra_forbidden":

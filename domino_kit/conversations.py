@@ -62,7 +62,8 @@ def read_records(
 
 def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
-        raise ValueError(f"data file {path} does not exist.")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise ValueError(f"data file {path} {what}.")
     if path.stat().st_size == 0:
         raise ValueError(f"data file {path} is empty.")
     if path.suffix == ".parquet":

@@ -73,6 +73,9 @@ def run_evaluation(options: Options) -> int:
     notes = Console(stderr=True, markup=False)
     if "replay" in options.modes and not options.sampling.greedy:
         raise ValueError("replay measures greedy decoding; with --temperature use --mode decode.")
+    for path in (options.output, options.picture):
+        if path is not None:  # better now than after the measurement
+            path.parent.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.prompts, options.limit)
     name, thinking = _target(options)
     device = choose_device(options.device)

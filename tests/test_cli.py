@@ -142,6 +142,7 @@ def test_ctrl_c_saves_a_loadable_checkpoint(place: Path) -> None:
         (["lr=1"], ["'lr=1'", "section.key=value"]),
         (["train.lr=fast"], ["train.lr", "'fast'"]),
         (["train.steps=0"], ["train.steps", "0"]),
+        (["train.steps=true"], ["steps", "true"]),
         (["train.epochs=1"], ["exactly one of train.steps and train.epochs"]),
         (["draft.projector=causal_v5"], ["draft.projector", "causal_v5"]),
         (["draft.shift_label=maybe"], ["draft.shift_label", "maybe"]),
@@ -224,6 +225,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_checkpoint(place: Path) -> None:
         (["--draft", "run", "--prompts", "rows.jsonl", "--temperature", "1"], ["--mode decode"]),
         (["--draft", "run", "--prompts", "rows.jsonl", "--target", "./x"], ["not a model folder"]),
         (["--draft", "run", "--prompts", "gsm8k=rows.jsonl"], ["'question'"]),
+        (["--draft", "run", "--prompts", "rows.jsonl", "--output", "rows.jsonl/a"], ["rows.jsonl"]),
     ],
 )
 def test_bad_evaluations_are_refused(place: Path, arguments: list[str], words: list[str]) -> None:

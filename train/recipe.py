@@ -17,6 +17,18 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_flags_for_numbers(cls, values: Any) -> Any:
+        """Pydantic would read ``true`` as 1."""
+        for key, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(key)
+            if isinstance(value, bool) and field and "bool" not in str(field.annotation):
+                raise ValueError(
+                    f"{key} is {str(value).lower()}, but it is not a yes-or-no option."
+                )
+        return values
+
 
 class TargetSection(Section):
     """The frozen model that the draft will serve."""
