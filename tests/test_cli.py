@@ -1,14 +1,17 @@
 """The command line as a user meets it: help, good runs, and every refusal in its own process."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from domino_kit.checkpoint import load_draft
 from tests.command import DOMINO, domino, refused
@@ -230,6 +233,71 @@ def test_a_full_disk_is_one_line_and_leaves_no_checkpoint(place: Path) -> None:
 )
 def test_bad_evaluations_are_refused(place: Path, arguments: list[str], words: list[str]) -> None:
     refused(domino("eval-acceptance", *arguments, cwd=place), *words)
+
+
+def nested(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of a config's nested part; ``None`` removes a field."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["dflash_config"].update(fields)
+        for name in [name for name, value in fields.items() if value is None]:
+            del config["dflash_config"][name]
+
+    return change
+
+
+HEADLESS = dict.fromkeys(
+    ("projector_type", "shift_label", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (nested(target_layer_ids=[0, 0]), ["config.json", "target_layer_ids [0, 0]", "duplicates"]),
+        (nested(target_layer_ids=[0, 9]), ["target_layer_ids [9]", "out of range"]),
+        (nested(mask_token_id=None), ["mask_token_id is missing"]),
+        (nested(mask_token_id=5000), ["mask_token_id 5000"]),
+        (nested(projector_type="causal_v5"), ["'causal_v5'", "ignore the head"]),
+        (nested(shift_label="true"), ["shift_label is 'true'"]),
+        (nested(shift_label=None), ["shift_label is missing"]),
+        (nested(gru_hidden_dim=9), ["prefix_gru.weight", "gru_hidden_dim"]),
+        (nested(**HEADLESS), ["head would be ignored"]),
+        (lambda config: config.update(partial_rotary_factor=0.25), ["partial_rotary_factor"]),
+    ],
+)
+def test_broken_draft_configs_are_refused(
+    place: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], words: list[str]
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(place / "run" / "latest", draft)
+    config = json.loads((draft / "config.json").read_text())
+    change(config)
+    (draft / "config.json").write_text(json.dumps(config))
+    refused(
+        domino("eval-acceptance", "--draft", draft, "--prompts", place / "prompts.jsonl"), *words
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("prefix_gru.weight_hh_l0"), ["lacks tensor 'prefix_gru.weight_hh_l0'"]),
+        (lambda t: t.update(extra=t["norm.weight"].clone()), ["unknown tensor 'extra'"]),
+        (lambda t: t.update({"fc.weight": t["fc.weight"][:, :32].clone()}), ["'fc.weight'"]),
+    ],
+)
+def test_broken_draft_weights_are_refused(
+    place: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any], words: list[str]
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(place / "run" / "latest", draft)
+    tensors = load_file(draft / "model.safetensors")
+    change(tensors)
+    save_file(tensors, draft / "model.safetensors")
+    refused(
+        domino("eval-acceptance", "--draft", draft, "--prompts", place / "prompts.jsonl"), *words
+    )
 
 
 def test_a_draft_for_another_target_is_refused(place: Path) -> None:
