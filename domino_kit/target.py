@@ -228,6 +228,7 @@ def load_target_model(path: str, dtype: torch.dtype, device: str, trust_remote_c
 
     Raises ``ValueError`` in one sentence if there is no such model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -237,7 +238,7 @@ def load_target_model(path: str, dtype: torch.dtype, device: str, trust_remote_c
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ValueError(f"target {path!r} cannot be loaded: {first_line}") from None
     return model.to(device)

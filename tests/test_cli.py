@@ -206,6 +206,31 @@ def test_bad_data_is_refused(place: Path, rows: list[Any], words: list[str]) -> 
     refused(result, *words)
 
 
+def cut_weights(target: Path) -> None:
+    weights = target / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_weights, ["cannot be loaded"]),
+        (lambda target: (target / "config.json").write_text("{"), ["cannot be loaded"]),
+        (lambda target: (target / "tokenizer.json").write_text("{"), ["tokenizer", "loaded"]),
+        (lambda target: (target / "chat_template.jinja").unlink(), ["no chat template"]),
+    ],
+)
+def test_damaged_targets_are_refused(
+    place: Path, tmp_path: Path, damage: Callable[[Path], Any], words: list[str]
+) -> None:
+    target = tmp_path / "damaged"
+    shutil.copytree(place / "target", target)
+    damage(target)
+    changes = [f"target.name={target}", f"output.folder={tmp_path / 'run'}"]
+    refused(domino("train", place / "recipe.yaml", *changes), *words)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_full_disk_is_one_line_and_leaves_no_checkpoint(place: Path) -> None:
     folder = place / "full"
     result = domino("train", place / "recipe.yaml", f"output.folder={folder}", limit_kb=40)

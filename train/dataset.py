@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from domino_kit.chat_template import encode_row
+from domino_kit.chat_template import encode_row, render
 from domino_kit.conversations import Row
 
 
@@ -119,9 +119,10 @@ def check_template_tokens(tokenizer: Any, row: Row, thinking: bool | None) -> No
     """
     if row.input_ids is not None:
         return
+    tools = {} if row.tools is None else {"tools": row.tools}
+    text = render(tokenizer, row.messages, thinking, **tools)
     options = {} if thinking is None else {"enable_thinking": thinking}
-    own = tokenizer.apply_chat_template(row.messages, tools=row.tools, return_dict=True, **options)
-    text = tokenizer.apply_chat_template(row.messages, tools=row.tools, tokenize=False, **options)
+    own = tokenizer.apply_chat_template(row.messages, return_dict=True, **tools, **options)
     ours = tokenizer(text, add_special_tokens=False)["input_ids"]
     theirs = list(own["input_ids"])
     if ours != theirs:
