@@ -19,11 +19,20 @@ def render(
             "the target's tokenizer has no chat template; use rows with input_ids and loss_mask, "
             "or a chat model."
         )
-    options = {} if thinking is None else {"enable_thinking": thinking}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options, **extra)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, **_options(thinking), **extra
+        )
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from None
+
+
+def _options(thinking: bool | None) -> dict[str, Any]:
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+def _tools(row: Row) -> dict[str, Any]:
+    return {} if row.tools is None else {"tools": row.tools}
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], thinking: bool | None) -> list[int]:
@@ -47,7 +56,7 @@ def encode_row(
         return row.input_ids, _not_empty(row, row.loss_mask)
     if not any(message["role"] == "assistant" for message in row.messages):
         raise ValueError(f"{row.where} has no assistant turn, so there is nothing to learn.")
-    extra = {} if row.tools is None else {"tools": row.tools}
+    extra = _tools(row)
     try:
         text = render(tokenizer, row.messages, thinking, **extra)
         opening = _generation_prompt(tokenizer, row, thinking, extra)
@@ -61,6 +70,29 @@ def encode_row(
         for left, right in encoded["offset_mapping"]
     ]
     return ids, _not_empty(row, mask)
+
+
+def check_template_tokens(tokenizer: Any, row: Row, thinking: bool | None) -> None:
+    """Rendering to text and then to tokens must equal the template's own tokenised output.
+
+    Raises ``ValueError`` with the first differing position.
+    """
+    if row.input_ids is not None:
+        return
+    tools = _tools(row)
+    text = render(tokenizer, row.messages, thinking, **tools)
+    own = tokenizer.apply_chat_template(
+        row.messages, return_dict=True, **tools, **_options(thinking)
+    )
+    ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+    theirs = list(own["input_ids"])
+    if ours != theirs:
+        pairs = zip(ours, theirs, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        raise ValueError(
+            f"{row.where}: the chat template's text and its token ids differ from token {place} "
+            "on; the tokenizer is inconsistent."
+        )
 
 
 def _check_ids(tokenizer: Any, row: Row) -> None:

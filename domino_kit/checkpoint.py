@@ -97,11 +97,7 @@ def load_draft(
     Raises ``ValueError`` naming the file and the tensor or field that does not fit: an unknown,
     missing or misshapen tensor, head tensors that the config would ignore, an unreadable file.
     """
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise ValueError(
-            f"draft {str(folder)!r} is not a folder; give a draft checkpoint's folder."
-        )
+    folder = resolve_folder(folder)
     config = read_config(folder / "config.json")
     manifest = read_manifest(folder)
     tensors = read_tensors(folder)

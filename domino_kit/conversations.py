@@ -139,8 +139,8 @@ def parse_row(record: Any, where: str) -> Row:
             tools = _from_json(record.get("tools"), f"{where}, field 'tools'")
             return Row(**common, messages=messages, tools=tools or None)
     if "prompt" in record and "completion" in record:
-        messages = _prompt_messages(record["prompt"], where)
-        messages += _completion_messages(record["completion"], where)
+        messages = _side_messages(record, "prompt", "user", where)
+        messages += _side_messages(record, "completion", "assistant", where)
         return Row(**common, messages=messages)
     raise ValueError(
         f"{where} has fields {sorted(record)}; it needs 'messages', 'conversations', "
@@ -165,16 +165,11 @@ def _parse_ids(record: dict[str, Any], where: str) -> tuple[list[int], list[int]
     return ids, mask
 
 
-def _prompt_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return _parse_messages(prompt, f"{where}, field 'prompt'")
-
-
-def _completion_messages(completion: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(completion, str):
-        return [{"role": "assistant", "content": completion}]
-    return _parse_messages(completion, f"{where}, field 'completion'")
+def _side_messages(record: dict[str, Any], key: str, role: str, where: str) -> list[dict[str, Any]]:
+    """A prompt or completion, which is a text or a list of turns."""
+    if isinstance(record[key], str):
+        return [{"role": role, "content": record[key]}]
+    return _parse_messages(record[key], f"{where}, field {key!r}")
 
 
 def _parse_messages(turns: Any, where: str) -> list[dict[str, Any]]:

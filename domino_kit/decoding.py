@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from domino_kit import alignment
+from domino_kit.acceptance import max_proposals
 from domino_kit.kv_cache import DraftCache, SlotCache
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import Target, TargetPass
@@ -94,7 +95,7 @@ def check_num_proposals(model: DominoDraft, num_proposals: int | None) -> int:
     config = model.config
     if num_proposals is None:
         return config.num_proposals
-    most = config.block_size if config.shift_label else config.block_size - 1
+    most = max_proposals(config.block_size, config.shift_label, "authors")
     if not 1 <= num_proposals <= most:
         raise ValueError(
             f"num_proposals is {num_proposals}; this draft (block_size {config.block_size}, "

@@ -10,7 +10,7 @@ import torch
 
 from domino_kit.acceptance import Acceptance
 from domino_kit.checkpoint import load_draft
-from domino_kit.contract import compare_targets, target_identity
+from domino_kit.contract import TargetIdentity, compare_targets, target_identity
 from domino_kit.decoding import Answer, Sampling, generate
 from domino_kit.eval.prompt_set import Prompt
 from domino_kit.modeling import DominoDraft
@@ -54,6 +54,7 @@ class Task:
 def load_candidates(
     draft: str,
     compare: Sequence[str],
+    target_name: str,
     hf_model: Any,
     tokenizer: Any,
     thinking: bool | None,
@@ -65,6 +66,7 @@ def load_candidates(
     """
     weight = hf_model.get_input_embeddings().weight
     candidates: list[Candidate] = []
+    here: TargetIdentity | None = None
     for source in [draft, *compare]:
         if source == "off":
             first = candidates[0]
@@ -76,7 +78,7 @@ def load_candidates(
         target = Target(hf_model, list(model.config.target_layer_ids), allow_last_layer=True)
         _check_fit(source, model, target)
         if manifest is not None:
-            here = target_identity(manifest.target.name, target, tokenizer, thinking)
+            here = here or target_identity(target_name, target, tokenizer, thinking)
             errors, warnings = compare_targets(manifest.target, here)
             if errors:
                 raise ValueError(f"draft {source}: {errors[0]}")
@@ -102,9 +104,10 @@ def _check_fit(source: str, model: DominoDraft, target: Target) -> None:
 
 def _name(source: str, candidates: list[Candidate]) -> str:
     """A short name for tables, the folder's, made unique."""
-    name = Path(source).expanduser().resolve().name
+    folder = Path(source).expanduser().resolve()
+    name = folder.name
     if name.startswith("step-"):
-        name = f"{Path(source).expanduser().resolve().parent.name}/{name}"
+        name = f"{folder.parent.name}/{name}"
     taken = {candidate.name for candidate in candidates}
     return name if name not in taken else source
 

@@ -84,7 +84,7 @@ def run_evaluation(options: Options) -> int:
         name, choose_dtype(options.dtype, device), device, options.trust_remote_code
     )
     candidates = load_candidates(
-        options.draft, options.compare, hf_model, tokenizer, thinking, notes.print
+        options.draft, options.compare, name, hf_model, tokenizer, thinking, notes.print
     )
     task = Task(
         prompts=prompts,

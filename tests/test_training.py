@@ -327,3 +327,21 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, target_fo
         assert {p.dtype for p in run.model.parameters()} == {torch.float32}
         assert not torch.equal(before, run.model.norm.weight)
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+
+
+def test_a_bfloat16_run_validates_too(tmp_path: Path, target_folder: Path) -> None:
+    """Validation computes as training does: bfloat16 over float32 weights."""
+    rows = write_jsonl(tmp_path / "held.jsonl", chat_rows(3))
+    measured = {}
+    for dtype in ("float32", "bfloat16"):
+        run = build_run(
+            recipe(target_folder, tmp_path, f"target.dtype={dtype}", f"data.validation={rows}",
+                   f"output.folder={tmp_path / dtype}", "output.save_dtype=float32")
+        )  # fmt: skip
+        assert train(run, [], quiet=True) == 4
+        manifest = read_manifest(tmp_path / dtype)
+        assert manifest is not None
+        measured[dtype] = manifest.measured
+    assert measured["bfloat16"].keys() == measured["float32"].keys()
+    losses = [measured[dtype]["teacher_forced_final_loss"] for dtype in measured]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from domino_kit.chat_template import encode_row, render
+from domino_kit.chat_template import encode_row
 from domino_kit.conversations import Row
 
 
@@ -110,25 +110,3 @@ def anchor_generators(samples: list[Sample], seed: int, epoch: int) -> list[torc
         value = random.Random(f"anchors-{seed}-{epoch}-{sample.index}").getrandbits(62)
         generators.append(torch.Generator().manual_seed(value))
     return generators
-
-
-def check_template_tokens(tokenizer: Any, row: Row, thinking: bool | None) -> None:
-    """Rendering to text and then to tokens must equal the template's own tokenised output.
-
-    Raises ``ValueError`` with the first differing position.
-    """
-    if row.input_ids is not None:
-        return
-    tools = {} if row.tools is None else {"tools": row.tools}
-    text = render(tokenizer, row.messages, thinking, **tools)
-    options = {} if thinking is None else {"enable_thinking": thinking}
-    own = tokenizer.apply_chat_template(row.messages, return_dict=True, **tools, **options)
-    ours = tokenizer(text, add_special_tokens=False)["input_ids"]
-    theirs = list(own["input_ids"])
-    if ours != theirs:
-        pairs = zip(ours, theirs, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-        raise ValueError(
-            f"{row.where}: the chat template's text and its token ids differ from token {place} "
-            "on; the tokenizer is inconsistent."
-        )

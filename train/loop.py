@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +12,24 @@ import torch
 
 from domino_kit.train.dataset import anchor_generators, collate, micro_batches
 from domino_kit.train.features import FeatureSource
-from domino_kit.train.objective import chunk_rows, dual_cross_entropy, lambda_base, regression
+from domino_kit.train.objective import lambda_base, regression
 from domino_kit.train.report import Progress, write_checkpoint
 from domino_kit.train.setup import Run
-from domino_kit.train.step import draw_blocks, forward_blocks, wanted_hidden
+from domino_kit.train.step import (
+    block_loss,
+    compute_dtype,
+    draw_blocks,
+    forward_blocks,
+    wanted_hidden,
+)
 from domino_kit.train.validate import validate
 
 
 @dataclass
 class StepSums:
-    """Sums over the micro-batches of one optimizer step."""
+    """Sums over the micro-batches of one optimizer step, and the λ it ran with."""
 
+    lam: float = 1.0
     weight: float = 0.0
     loss: float = 0.0
     final: float = 0.0
@@ -60,25 +67,19 @@ def train_step(
         step - options.regress_steps, horizon,
         options.lambda_base_start, options.lambda_base_decay_ratio,
     )  # fmt: skip
-    sums = StepSums()
+    sums = StepSums(lam=lam)
     for _ in range(options.accumulation):
         epoch, samples = next(batches)
         batch = collate(samples, target.device)
         generators = anchor_generators(samples, options.seed, epoch)
         blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators)
         found = source(batch)
-        with _compute_dtype(target):
+        with compute_dtype(target):
             rows = forward_blocks(model, target, batch, found.features, blocks)
         if step < options.regress_steps:
             total = regression(rows, wanted_hidden(batch, model, found, blocks))
         else:
-            loss = dual_cross_entropy(
-                rows,
-                target.head.weight,
-                model.vocab_projection if model.config.has_head else None,
-                lam,
-                chunk_rows(target.vocab_size, options.chunk_mb),
-            )
+            loss = block_loss(model, target, rows, sums.lam, options.chunk_mb)
             total = loss.total
             sums.final += loss.final
             sums.base += loss.base
@@ -92,14 +93,6 @@ def train_step(
         lacking = ~blocks.keep.any(1)
         sums.empty_rows += [s.row_id for s, none in zip(samples, lacking, strict=True) if none]
     return sums
-
-
-def _compute_dtype(target: Any) -> Any:
-    """bfloat16 compute over float32 master weights where the target computes in bfloat16."""
-    dtype = target.embedding.weight.dtype
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(target.device.type, dtype=dtype)
 
 
 def update(run: Run, optimizer: torch.optim.Optimizer, sums: StepSums, step: int) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from domino_kit.checkpoint import HEAD_PREFIXES
 from domino_kit.train.objective import chunk_rows
 from domino_kit.train.setup import Run
 
@@ -53,11 +54,10 @@ def describe_run(run: Run) -> list[str]:
     memory = estimate(run)
     backbone = head = 0
     for name, parameter in run.model.named_parameters():
-        if name.startswith(("prefix_gru.", "embed_proj.")):
+        if name.startswith(HEAD_PREFIXES):
             head += parameter.numel()
         else:
             backbone += parameter.numel()
-    supervised = sum(sum(sample.loss_mask) for sample in run.samples)
     dropped = ", ".join(f"{count} {why}" for why, count in run.dropped.items()) or "none"
     parts = ", ".join(
         f"{name} {getattr(memory, name) / 2**20:.0f} MB"
@@ -65,7 +65,7 @@ def describe_run(run: Run) -> list[str]:
     )
     return [
         f"draft: {backbone / 1e6:.1f} M parameters in the backbone, {head / 1e6:.1f} M in the head",
-        f"data: {len(run.samples)} rows, {supervised} supervised tokens, dropped: {dropped}",
+        f"data: {len(run.samples)} rows, {run.supervised_tokens} supervised tokens, dropped: {dropped}",
         f"steps: {run.total_steps}",
         f"expected memory: {memory.total / 2**30:.1f} GB ({parts})",
     ]

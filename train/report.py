@@ -14,8 +14,7 @@ from rich.progress import Progress as Bar
 from domino_kit import __version__
 from domino_kit.checkpoint import WEIGHTS_NAME, save_draft
 from domino_kit.contract import MANIFEST_NAME, Manifest, git_commit, library_versions
-from domino_kit.target import choose_device, choose_dtype
-from domino_kit.train.objective import lambda_base
+from domino_kit.target import choose_dtype
 from domino_kit.train.setup import Run
 
 if TYPE_CHECKING:
@@ -66,21 +65,16 @@ class Progress:
 
     def step(self, step: int, sums: "StepSums", lr: float, norm: float) -> None:
         """Advance the bar; every ``log_every`` steps write a line of metrics."""
-        options = self.run.recipe.train
         if sums.empty_rows:
             rows = ", ".join(sums.empty_rows[:3])
             self.console.print(f"step {step}: no anchor in row {rows}; it weighs nothing")
-        regressing = step <= options.regress_steps
-        lam = lambda_base(
-            step - 1 - options.regress_steps, self.run.total_steps - options.regress_steps,
-            options.lambda_base_start, options.lambda_base_decay_ratio,
-        )  # fmt: skip
+        regressing = step <= self.run.recipe.train.regress_steps
         self.samples += sums.samples
         rate = self.samples / max(1e-9, time.monotonic() - self.since)
         loss = sums.loss / max(sums.weight, 1e-6)
         accept = f" accept {self.accept_length:.2f}" if self.accept_length is not None else ""
         has_head = self.run.model.config.has_head
-        shown_lambda = f" λ {lam:.2f}" if has_head and not regressing else ""
+        shown_lambda = f" λ {sums.lam:.2f}" if has_head and not regressing else ""
         status = f"loss {loss:.3f}{shown_lambda} {rate:.1f} samples/s{accept}"
         phase = "regress" if regressing else "train"
         self.bar.update(self.task, completed=step, status=status, description=phase)
@@ -91,12 +85,12 @@ class Progress:
         values = {"loss": loss, "lr": lr, "gradient_norm": norm, "samples_per_second": rate}
         if not regressing:
             if has_head:
-                values["lambda_base"] = lam
+                values["lambda_base"] = sums.lam
             values["teacher_forced_final_loss"] = sums.final / max(sums.weight, 1e-6)
             values["teacher_forced_base_loss"] = sums.base / max(sums.weight, 1e-6)
             values["teacher_forced_accuracy"] = sums.correct / max(sums.rows, 1)
             values["teacher_forced_base_accuracy"] = sums.base_correct / max(sums.rows, 1)
-        self._write(step, f"{phase}", values)
+        self._write(step, phase, values)
         self.since, self.samples = time.monotonic(), 0
 
     def validation(self, step: int, values: dict[str, float]) -> None:
@@ -140,13 +134,13 @@ def build_manifest(
         shift_label=config.shift_label,
         block_size=config.block_size,
         num_proposals=config.num_proposals,
-        weights_dtype=str(_save_dtype(recipe)).removeprefix("torch."),
+        weights_dtype=str(_save_dtype(run)).removeprefix("torch."),
         data={
             "train": recipe.data.train,
             "provenance": recipe.data.provenance,
             "rows": len(run.samples),
             "dropped": dict(run.dropped),
-            "supervised_tokens": sum(sum(sample.loss_mask) for sample in run.samples),
+            "supervised_tokens": run.supervised_tokens,
         },
         training={
             "steps_done": step,
@@ -158,10 +152,10 @@ def build_manifest(
     )
 
 
-def _save_dtype(recipe: Any) -> torch.dtype:
-    if recipe.output.save_dtype != "auto":
-        return choose_dtype(recipe.output.save_dtype, "cpu")
-    return choose_dtype(recipe.target.dtype, choose_device(recipe.target.device))
+def _save_dtype(run: Run) -> torch.dtype:
+    if run.recipe.output.save_dtype != "auto":
+        return choose_dtype(run.recipe.output.save_dtype, "cpu")
+    return run.target.embedding.weight.dtype
 
 
 def write_checkpoint(
@@ -174,7 +168,7 @@ def write_checkpoint(
     """
     folder = run.recipe.output.folder / f"step-{step}"
     manifest = build_manifest(run, step, command, measured, seconds)
-    save_draft(folder, run.model, manifest, _save_dtype(run.recipe))
+    save_draft(folder, run.model, manifest, _save_dtype(run))
     _point(folder.with_name("latest"), folder.name)
     for name in (WEIGHTS_NAME, "config.json", MANIFEST_NAME):
         _point(folder.with_name(name), f"latest/{name}")

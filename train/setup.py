@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from domino_kit.chat_template import check_template_tokens
 from domino_kit.config import DraftConfig
 from domino_kit.contract import TargetIdentity, target_identity
 from domino_kit.conversations import read_rows
@@ -18,7 +19,7 @@ from domino_kit.target import (
     load_target_model,
     load_tokenizer,
 )
-from domino_kit.train.dataset import Sample, build_samples, check_template_tokens
+from domino_kit.train.dataset import Sample, build_samples
 from domino_kit.train.initialise import initialise
 from domino_kit.train.recipe import DraftSection, Recipe
 
@@ -36,6 +37,11 @@ class Run:
     validation: list[Sample]
     dropped: Counter[str]
     total_steps: int
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Supervised tokens of all kept rows."""
+        return sum(sum(sample.loss_mask) for sample in self.samples)
 
 
 def build_run(recipe: Recipe) -> Run:

@@ -1,5 +1,6 @@
 """One training step on a batch: from anchors to the rows that the objective takes."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from domino_kit.modeling import DominoDraft
 from domino_kit.target import Target
 from domino_kit.train.dataset import Batch
 from domino_kit.train.features import BatchFeatures
-from domino_kit.train.objective import Rows
+from domino_kit.train.objective import Loss, Rows, chunk_rows, dual_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ def forward_blocks(
         )
         low_rank = (low_rank * corrected.to(low_rank.device)[:, None]).flatten(0, 2)
     return Rows(hidden.flatten(0, 2), low_rank, blocks.labels.flatten(), blocks.weights.flatten())
+
+
+def compute_dtype(target: Target) -> AbstractContextManager[object]:
+    """bfloat16 compute over float32 master weights where the target computes in bfloat16."""
+    dtype = target.embedding.weight.dtype
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(target.device.type, dtype=dtype)
+
+
+def block_loss(model: DominoDraft, target: Target, rows: Rows, lam: float, chunk_mb: int) -> Loss:
+    """The objective of a draft's rows, with the target's head and the draft's projector."""
+    projection = model.vocab_projection if model.config.has_head else None
+    chunk = chunk_rows(target.vocab_size, chunk_mb)
+    return dual_cross_entropy(rows, target.head.weight, projection, lam, chunk)
 
 
 def wanted_hidden(batch: Batch, model: DominoDraft, found: BatchFeatures, blocks: Blocks) -> Tensor:

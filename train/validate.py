@@ -8,9 +8,8 @@ from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
 from domino_kit.train.dataset import Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource
-from domino_kit.train.objective import chunk_rows, dual_cross_entropy
 from domino_kit.train.recipe import Recipe
-from domino_kit.train.step import draw_blocks, forward_blocks
+from domino_kit.train.step import block_loss, compute_dtype, draw_blocks, forward_blocks
 
 
 def known_answers(sample: Sample) -> list[KnownAnswer]:
@@ -42,7 +41,8 @@ def validate(
     for name, use_head in (("replay", True), ("replay_head_off", False)):
         if not use_head and not model.config.has_head:
             continue
-        runs = replay(target, model, texts, use_head=use_head)
+        with compute_dtype(target):
+            runs = replay(target, model, texts, use_head=use_head)
         stats = Acceptance.of([run for text in runs for run in text], model.config.num_proposals)
         metrics[f"{name}_accept_length"] = stats.accept_length
     model.train()
@@ -62,14 +62,10 @@ def teacher_forced(
         batch = collate(samples, target.device)
         generators = anchor_generators(samples, recipe.train.seed, -1)
         blocks = draw_blocks(batch, model, recipe.train.num_anchors, recipe.gamma, generators)
-        flat = forward_blocks(model, target, batch, source(batch).features, blocks)
-        loss = dual_cross_entropy(
-            flat,
-            target.head.weight,
-            model.vocab_projection if model.config.has_head else None,
-            0.0,
-            chunk_rows(target.vocab_size, recipe.train.chunk_mb),
-        )
+        features = source(batch).features
+        with compute_dtype(target):
+            flat = forward_blocks(model, target, batch, features, blocks)
+        loss = block_loss(model, target, flat, 0.0, recipe.train.chunk_mb)
         used = flat.weights > 0
         sums["weight"] += float(flat.weights.sum())
         sums["final"] += loss.final
