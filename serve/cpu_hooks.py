@@ -1,0 +1,101 @@
+"""Functions of SGLang without a platform seam that assume a GPU, and what a CPU does instead."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from domino_kit.serve.plugin import PLATFORM_NAME
+
+
+DEFAULT_POOL_TOKENS = 32768
+"""Slots of the KV pool unless ``--max-total-tokens`` says otherwise: SGLang would size it by the
+machine's memory as if that were a GPU's, and take most of it."""
+
+
+def set_cpu_defaults(server_args: Any, previous: Any) -> None:
+    """In place of SGLang's ``handle_cpu_backends``, which picks Intel's kernels.
+
+    What a user would otherwise have to know and type; explicit flags win.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    given = resolving_view(server_args)
+    declare_resolution(
+        server_args,
+        PLATFORM_NAME,
+        attention_backend=given.attention_backend or PLATFORM_NAME,
+        sampling_backend="pytorch",
+        max_total_tokens=given.max_total_tokens or DEFAULT_POOL_TOKENS,
+        disable_overlap_schedule=True,  # a CPU has nothing to overlap with
+    )
+
+
+def register_cpu_hooks() -> None:
+    """Register every replacement with SGLang's hook registry; called by the plugin."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from domino_kit.serve.cpu_cache import write_slots
+
+    # Both launch a Triton kernel whatever the platform says about Triton.
+    allocation = "sglang.srt.mem_cache.allocation"
+    HookRegistry.register(
+        f"{allocation}.assign_req_to_token_pool_func", write_slots, HookType.REPLACE
+    )
+    HookRegistry.register(f"{allocation}.get_last_loc", get_last_loc_torch, HookType.REPLACE)
+    # Refuses every device but CUDA and every dtype but bfloat16.
+    HookRegistry.register(
+        "sglang.srt.speculative.domino_utils.validate_domino_runtime",
+        check_domino_runtime,
+        HookType.REPLACE,
+    )
+    # The worker marks tensors as used by a stream; a CPU tensor has none and PyTorch raises.
+    HookRegistry.register("torch.Tensor.record_stream", record_stream, HookType.AROUND)
+
+
+def check_domino_runtime(
+    *,
+    target_vocab_size: int,
+    draft_vocab_size: int,
+    hidden_size: int,
+    tp_size: int,
+    target_embedding: nn.Module,
+    lm_head: nn.Module,
+    prefix_gru: nn.GRU,
+    embed_proj: nn.Sequential,
+    **_: Any,
+) -> None:
+    """The shapes that a Domino rollout relies on, in any floating type.
+
+    Raises ``ValueError`` naming what does not fit.
+    """
+    embedding, head = target_embedding.weight, lm_head.weight
+    facts = {
+        "tensor parallel size": (tp_size, 1),
+        "the draft's vocabulary": (draft_vocab_size, target_vocab_size),
+        "the embedding's width": (embedding.shape[-1], hidden_size),
+        "the output head's width": (head.shape[-1], hidden_size),
+        "the GRU's input": (prefix_gru.input_size, hidden_size),
+        "the projector's input": (
+            embed_proj[0].in_features,
+            hidden_size + prefix_gru.hidden_size,
+        ),
+        "the projector's output": (embed_proj[2].out_features, target_vocab_size),
+    }
+    for name, (found, wanted) in facts.items():
+        if found != wanted:
+            raise ValueError(f"the Domino head does not fit: {name} is {found}, not {wanted}.")
+    if min(embedding.shape[0], head.shape[0]) < target_vocab_size:
+        raise ValueError(
+            f"the target's embedding or output head has fewer rows than its vocabulary of "
+            f"{target_vocab_size}."
+        )
+    kinds = {weight.dtype for weight in (embedding, head, prefix_gru.weight_ih_l0)}
+    if len(kinds) != 1 or not embedding.is_floating_point():
+        raise ValueError(f"target and Domino head differ in dtype: {sorted(map(str, kinds))}.")
+
+
+def record_stream(original: Any, tensor: Tensor, stream: Any) -> None:
+    """Nothing for a CPU tensor."""
+    if tensor.device.type != "cpu":
+        original(tensor, stream)
