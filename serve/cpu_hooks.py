@@ -36,6 +36,7 @@ def register_cpu_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from domino_kit.serve.cpu_cache import write_slots
+    from domino_kit.serve.cpu_rollout import cpu_rollout
 
     # Both launch a Triton kernel whatever the platform says about Triton.
     allocation = "sglang.srt.mem_cache.allocation"
@@ -48,6 +49,10 @@ def register_cpu_hooks() -> None:
         "sglang.srt.speculative.domino_utils.validate_domino_runtime",
         check_domino_runtime,
         HookType.REPLACE,
+    )
+    # The same proposals from products that suit a CPU.
+    HookRegistry.register(
+        "sglang.srt.speculative.domino_utils.domino_greedy_rollout", cpu_rollout, HookType.REPLACE
     )
     # The worker marks tensors as used by a stream; a CPU tensor has none and PyTorch raises.
     HookRegistry.register("torch.Tensor.record_stream", record_stream, HookType.AROUND)

@@ -30,6 +30,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         register_attention_backend(PLATFORM_NAME)(CpuAttention)
 
+    def post_load_model(self, model: Any) -> None:
+        """Target and draft alike: products that suit a few rows."""
+        from domino_kit.serve.cpu_linear import use_fast_products
+
+        use_fast_products(model)
+
     def get_default_attention_backend(self) -> str:
         return PLATFORM_NAME
 

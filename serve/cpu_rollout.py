@@ -1,0 +1,67 @@
+"""The Domino rollout on a CPU: SGLang's function, with every product that can be done once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from domino_kit.serve.cpu_linear import product
+
+
+@torch.no_grad()
+def cpu_rollout(
+    *,
+    draft_hidden: Tensor,
+    bonus_tokens: Tensor,
+    target_embedding: nn.Module,
+    lm_head_weight: Tensor,
+    prefix_gru: nn.GRU,
+    embed_proj: nn.Sequential,
+    vocab_size: int,
+    shift_label: bool,
+    candidate_pool_size: int,
+    **_: Any,
+) -> Tensor:
+    """Greedy proposals ``[B, K-1]`` from block hidden rows ``[B, K, D]``.
+
+    Arguments and result are those of SGLang's ``domino_greedy_rollout`` on one device. The
+    projector's first layer is split: its part for the hidden row is computed once for the block,
+    its part for the GRU state step by step.
+    """
+    requests, block_size, size = draft_hidden.shape
+    start = 0 if shift_label else 1
+    rows = draft_hidden[:, start : start + block_size - 1]
+    base = product(rows, lm_head_weight[:vocab_size])
+    tokens = [base[:, 0].argmax(-1)]
+    if block_size == 2:
+        return tokens[0][:, None]
+    inner = embed_proj[0].weight
+    from_rows = product(rows[:, 1:], inner[:, :size])
+    state_part = inner[:, size:]
+    last = embed_proj[2].weight
+    pool = _candidates(base[:, 1:], candidate_pool_size)
+    if pool is not None:
+        pool_weights = last[pool]
+        base = base.gather(2, pool[:, None].expand(-1, block_size - 1, -1))
+    state = draft_hidden.new_zeros(requests, prefix_gru.hidden_size)
+    previous = bonus_tokens
+    for step in range(1, block_size - 1):
+        # Two GRU inputs stand before the second proposal: the anchor, then the first proposal.
+        for token in (previous, tokens[-1]) if step == 1 else (tokens[-1],):
+            state = torch.gru_cell(
+                target_embedding(token), state, prefix_gru.weight_ih_l0, prefix_gru.weight_hh_l0
+            )
+        hidden = embed_proj[1](from_rows[:, step - 1] + product(state, state_part))
+        if pool is None:
+            tokens.append((product(hidden, last) + base[:, step]).argmax(-1))
+        else:
+            scores = torch.bmm(pool_weights, hidden[:, :, None])[:, :, 0] + base[:, step]
+            tokens.append(pool.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
+    return torch.stack(tokens, dim=1)
+
+
+def _candidates(base: Tensor, pool_size: int) -> Tensor | None:
+    """Ids ``[B, P]`` that later proposals are limited to, or ``None`` for the whole vocabulary."""
+    if not 0 < pool_size < base.shape[-1]:
+        return None
+    return base.amax(1).topk(pool_size, dim=-1, sorted=False).indices
