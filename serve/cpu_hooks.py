@@ -54,6 +54,11 @@ def register_cpu_hooks() -> None:
     HookRegistry.register(
         "sglang.srt.speculative.domino_utils.domino_greedy_rollout", cpu_rollout, HookType.REPLACE
     )
+    HookRegistry.register(
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        refuse_inexact,
+        HookType.AROUND,
+    )
     # The worker marks tensors as used by a stream; a CPU tensor has none and PyTorch raises.
     HookRegistry.register("torch.Tensor.record_stream", record_stream, HookType.AROUND)
 
@@ -98,6 +103,31 @@ def check_domino_runtime(
     kinds = {weight.dtype for weight in (embedding, head, prefix_gru.weight_ih_l0)}
     if len(kinds) != 1 or not embedding.is_floating_point():
         raise ValueError(f"target and Domino head differ in dtype: {sorted(map(str, kinds))}.")
+
+
+def refuse_inexact(original: Any, request: Any, *arguments: Any) -> str | None:
+    """Why a request cannot be verified exactly, for a 400 answer; ``None`` if it can.
+
+    A penalty depends on the tokens before each position, but a verify pass scores all positions of
+    a block with the penalties of its start.
+    """
+    params = request.sampling_params
+    asked = {
+        "frequency_penalty": params.frequency_penalty != 0,
+        "presence_penalty": params.presence_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "min_new_tokens": params.min_new_tokens > 0,
+        "custom_logit_processor": request.custom_logit_processor is not None,
+        "return_hidden_states": bool(request.return_hidden_states),
+        "return_sampling_mask": bool(request.return_sampling_mask),
+    }
+    found = [name for name, present in asked.items() if present]
+    if found:
+        return (
+            f"{', '.join(found)} cannot be combined exactly with a draft on a CPU server; leave "
+            "it out of the request, or use a server without a draft."
+        )
+    return original(request, *arguments)
 
 
 def record_stream(original: Any, tensor: Tensor, stream: Any) -> None:

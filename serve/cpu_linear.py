@@ -22,13 +22,24 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     full speed. A single row goes as two, because one row is dispatched to a slower routine.
     """
     rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if not 0 < count <= MOST_ROWS or x.dtype != torch.float32:
-        return F.linear(x, weight)
-    if count == 1:
-        rows = rows.expand(2, -1).contiguous()
-    out = torch.mm(weight, rows.t()).t()[:count].contiguous()
-    return out.view(*x.shape[:-1], weight.shape[0])
+    count, width = rows.shape[0], weight.shape[0]
+    # A long, narrow product of five and more rows is the exception.
+    most = MOST_ROWS if width >= weight.shape[1] else MOST_ROWS // 2
+    if 0 < count <= most and x.dtype == torch.float32:
+        if count == 1:
+            rows = rows.expand(2, -1).contiguous()
+        out = torch.mm(weight, rows.t()).t()[:count].contiguous()
+    else:
+        out = F.linear(rows, weight)
+    return out.view(*x.shape[:-1], width)
+
+
+class CpuLinear(nn.Linear):
+    """A plain layer of a draft, such as ``fc``, through :func:`product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = product(x, self.weight)
+        return out if self.bias is None else out + self.bias
 
 
 class CpuLinearMethod(UnquantizedLinearMethod):
@@ -54,6 +65,8 @@ def use_fast_products(model: nn.Module) -> None:
         UnquantizedEmbeddingMethod: CpuEmbeddingMethod(),
     }
     for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = CpuLinear  # the same parameters, another forward
         swap = swaps.get(type(getattr(module, "quant_method", None)))
         if swap is not None:
             module.quant_method = swap  # type: ignore[assignment]

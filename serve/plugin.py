@@ -154,6 +154,7 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
         "shift_label": bool(model.shift_label),
         "candidate_pool_size": int(worker.domino_candidate_pool_size),
         "target_layer_ids": list(model.draft_config.target_layer_ids or []),
+        "plain_requests": hasattr(type(worker), "_plain_step"),
         "dtype": str(worker.draft_model_runner.dtype).removeprefix("torch."),
     }
     return report

@@ -55,7 +55,7 @@ def tiny_tokenizer(template: str | None = PLAIN) -> Any:
 
 def save_target(folder: Path, **fields: Any) -> Path:
     """A tiny random chat model as a Hugging Face folder; its mask is id 1, its end token id 3."""
-    model = tiny_model(vocab=len(SPECIAL) + 256, tie_word_embeddings=True, **fields)
+    model = tiny_model(**{"vocab": len(SPECIAL) + 256, "tie_word_embeddings": True, **fields})
     model.generation_config.eos_token_id = 3
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -1,0 +1,123 @@
+"""What `domino serve` confirms once the server answers: the draft in use, and what it gains."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from domino_kit.serve.plan import ServePlan
+from domino_kit.serve.plugin import REPORT_KEY
+from domino_kit.serve.server import ServerError
+
+PROMPTS = (
+    "Write a short letter to a neighbour who has found my cat.",
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that counts the words in a string.",
+    "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?",
+)
+REQUEST_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Greedy requests one after another: with the draft, and plainly where the server can.
+
+    Speeds are tokens per second. ``accept_length`` counts the bonus token and leaves out the first
+    token of each answer, which the prefill produced.
+    """
+
+    accept_length: float
+    speed: float
+    plain_speed: float | None
+
+    @property
+    def cycle_cost(self) -> float | None:
+        """One draft-verify cycle over one plain step; also the acceptance length to break even."""
+        if self.plain_speed is None:
+            return None
+        return self.accept_length * self.plain_speed / self.speed
+
+
+def read_report(url: str) -> dict[str, Any]:
+    """What the plugin says about the running server; raises ``ServerError`` if it says nothing."""
+    state = httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json()
+    reports = [each.get(REPORT_KEY) for each in state.get("internal_states") or [{}]]
+    if None in reports:
+        raise ServerError(
+            "domino-kit's plugin is not active in the server, so nothing about the draft is "
+            "certain; see the server's output for the reason."
+        )
+    return reports[0]
+
+
+def check_report(report: dict[str, Any], plan: ServePlan) -> None:
+    """Raise ``ServerError`` unless the server runs the draft as its config says."""
+    if report["hooks_missing"]:
+        raise ServerError(
+            f"the plugin could not apply {report['hooks_missing']} to this SGLang; install a "
+            "tested version."
+        )
+    served = report["draft"]
+    if served is None:
+        raise ServerError("the server runs without a draft.")
+    config = plan.config
+    expected = {
+        "head": config.has_head,
+        "block_size": plan.block_size,
+        "mask_token_id": config.mask_token_id,
+        "shift_label": config.shift_label,
+        "target_layer_ids": list(config.target_layer_ids),
+        "dtype": plan.dtype,
+    }
+    for name, wanted in expected.items():
+        if served[name] != wanted:
+            what = "the Domino head is not active" if name == "head" else "the draft is misread"
+            raise ServerError(
+                f"{what}: the server has {name} {served[name]!r}, {plan.draft} says {wanted!r}."
+            )
+
+
+def measure_gain(url: str, prompts: list[list[int]], max_new_tokens: int, plain: bool) -> Gain:
+    """Answer each prompt greedily, with and (``plain``) without the draft.
+
+    ``prompts`` are token ids. The first prompt is sent once before, unmeasured. Raises
+    ``ServerError`` if the answers differ or the server reports no verify steps.
+    """
+    _ask(url, prompts[0], max_new_tokens, speculate=True)
+    answers, seconds = _ask_all(url, prompts, max_new_tokens, speculate=True)
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    if steps == 0:
+        raise ServerError("the server reports no verify step: it is not speculating.")
+    plain_speed = None
+    if plain:
+        own, plain_seconds = _ask_all(url, prompts, max_new_tokens, speculate=False)
+        if [each["output_ids"] for each in own] != [each["output_ids"] for each in answers]:
+            raise ServerError(
+                "greedy answers differ with and without the draft; do not use this server."
+            )
+        plain_speed = tokens / plain_seconds
+    return Gain((tokens - len(prompts)) / steps, tokens / seconds, plain_speed)
+
+
+def _ask_all(
+    url: str, prompts: list[list[int]], max_new_tokens: int, *, speculate: bool
+) -> tuple[list[dict[str, Any]], float]:
+    started = time.perf_counter()
+    answers = [_ask(url, prompt, max_new_tokens, speculate=speculate) for prompt in prompts]
+    return answers, time.perf_counter() - started
+
+
+def _ask(url: str, prompt: list[int], max_new_tokens: int, *, speculate: bool) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    if not speculate:
+        sampling["custom_params"] = {"speculate": False}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    try:
+        response = httpx.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
+    except httpx.TransportError as error:
+        raise ServerError(f"the server did not answer a request: {error}.") from None
+    if response.status_code != 200:
+        raise ServerError(f"the server refused a greedy request: {response.text[:300]}")
+    return response.json()
