@@ -62,6 +62,14 @@ def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | N
     return Path(recipe), list(overrides)
 
 
+def _whole_numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    """Numbers from 1, separated by commas."""
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 1,4,16.")
+    return tuple(map(int, parts))
+
+
 @domino.command("eval-acceptance")
 @click.option("--draft", required=True, metavar="FOLDER", help="Draft checkpoint to measure.")
 @click.option("--target", metavar="NAME", help="Target model; default: the one in the manifest.")
@@ -91,8 +99,17 @@ def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | N
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Report as PNG.")
 @click.option("--min-accept-length", type=float, help="Exit 1 if the draft is below this.")
+@click.option("--engine", type=click.Choice(["hf", "sglang", "both"]), default="hf",
+              help="Plain PyTorch, a real server, or both compared step by step.")  # fmt: skip
+@click.option("--url", help="A running server with the draft; default: start one.")
+@click.option("--baseline-url", help="A server without a draft, beside --url.")
+@click.option("--concurrency", default="1", callback=_whole_numbers, metavar="N,N,…",
+              help="Requests at once, for the served speeds.")  # fmt: skip
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG FLAGS]")
 def eval_acceptance(**options: Any) -> None:
     """Measure acceptance length, with plain decoding beside it in the same run.
+
+    With --engine sglang or both, a server is started (flags after -- go to SGLang) or --url asked.
 
     Exit status: 0; 1 if an answer or a run differs, or the acceptance is too low; 2 on bad input.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from domino_kit.acceptance import Acceptance
+from domino_kit.acceptance import Acceptance, histogram
 from domino_kit.checkpoint import load_draft
 from domino_kit.contract import TargetIdentity, compare_targets, target_identity
 from domino_kit.decoding import Answer, Sampling, generate
@@ -196,7 +196,20 @@ def measure(
                 accepted = [answer.accepted_runs for answer in answers]
                 if task.sampling.greedy:
                     different += [f"{name}: {key}" for key in _different(task, answers, plain)]
-            runs.append(_run(task, candidate, mode, accepted, speed, baseline))
+            runs.append(
+                run_entry(
+                    task,
+                    draft=candidate.name,
+                    head=candidate.head,
+                    mode=mode,
+                    block_size=candidate.model.config.block_size,
+                    num_proposals=task.num_proposals,
+                    histograms=[histogram(each, task.num_proposals) for each in accepted],
+                    accepted=list(accepted),
+                    speed=speed,
+                    baseline=baseline,
+                )
+            )
     lossless = {"checked": task.sampling.greedy and "decode" in modes, "different": different}
     return {"runs": runs, "lossless": lossless, "answers": [answer.tokens for answer in plain]}
 
@@ -207,36 +220,53 @@ def _different(task: Task, answers: list[Answer], plain: list[Answer]) -> list[s
     return [prompt.prompt_id for prompt, ours, own in triples if ours.tokens != own.tokens]
 
 
-def _run(
+def run_entry(
     task: Task,
-    candidate: Candidate,
+    *,
+    draft: str,
+    head: str,
     mode: str,
-    accepted: list[list[int]],
+    block_size: int,
+    num_proposals: int,
+    histograms: Sequence[list[int] | None],
+    accepted: Sequence[list[int] | None],
     speed: float | None,
-    baseline: float,
+    baseline: float | None,
 ) -> dict[str, Any]:
-    n = task.num_proposals
-    stats = Acceptance.of([run for runs in accepted for run in runs], n)
+    """One run of the report: a draft in a mode, over all prompts.
+
+    ``histograms`` has steps by accepted drafts for each prompt, ``accepted`` the run of each step;
+    ``None`` where an engine's counters leave it open.
+    """
     return {
-        "draft": candidate.name,
-        "head": candidate.head,
+        "draft": draft,
+        "head": head,
         "mode": mode,
-        "block_size": candidate.model.config.block_size,
-        "num_proposals": n,
-        **summary(stats),
+        "block_size": block_size,
+        "num_proposals": num_proposals,
+        **summary(_total(histograms, num_proposals)),
+        "uncounted_requests": sum(each is None for each in histograms),
         "tokens_per_second": speed,
         "baseline_tokens_per_second": baseline,
-        "categories": _categories(task, accepted),
+        "categories": _categories(task, histograms, num_proposals),
         "prompts": [
             {
                 "id": prompt.prompt_id,
                 "category": prompt.category,
                 "accepted_runs": runs,
-                "histogram": list(Acceptance.of(runs, n).counts),
+                "histogram": counts,
             }
-            for prompt, runs in zip(task.prompts, accepted, strict=True)
+            for prompt, runs, counts in zip(task.prompts, accepted, histograms, strict=True)
         ],
     }
+
+
+def _total(histograms: Sequence[list[int] | None], num_proposals: int) -> Acceptance:
+    counts = [0] * (num_proposals + 1)
+    for each in histograms:
+        if each is not None:
+            counts = [total + count for total, count in zip(counts, each, strict=True)]
+    return Acceptance(tuple(counts))
 
 
 def summary(stats: Acceptance) -> dict[str, Any]:
@@ -252,11 +282,10 @@ def summary(stats: Acceptance) -> dict[str, Any]:
     }
 
 
-def _categories(task: Task, accepted: list[list[int]]) -> dict[str, dict[str, Any]]:
-    groups: dict[str, list[int]] = {}
-    for prompt, runs in zip(task.prompts, accepted, strict=True):
-        groups.setdefault(prompt.category, []).extend(runs)
-    return {
-        name: summary(Acceptance.of(runs, task.num_proposals))
-        for name, runs in sorted(groups.items())
-    }
+def _categories(
+    task: Task, histograms: Sequence[list[int] | None], num_proposals: int
+) -> dict[str, dict[str, Any]]:
+    groups: dict[str, list[list[int] | None]] = {}
+    for prompt, counts in zip(task.prompts, histograms, strict=True):
+        groups.setdefault(prompt.category, []).append(counts)
+    return {name: summary(_total(group, num_proposals)) for name, group in sorted(groups.items())}

@@ -38,14 +38,51 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{run['accepted_drafts_per_step']:.3f}",
             f"{run['accept_rate']:.1%}",
             str(run["verify_steps"]),
-            "" if speed is None else f"{speed:.1f}",
-            "" if speed is None else f"{run['baseline_tokens_per_second']:.1f}",
+            _number(speed),
+            _number(run["baseline_tokens_per_second"] if speed is not None else None),
         )
     console.print(table)
     _print_positions(report, console)
     _print_categories(report, console)
+    if "sweep" in report:
+        _print_sweep(report["sweep"], console)
     console.print("accept length = accepted drafts a step + 1 (the bonus token counts)")
     console.print(agreement(report))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _print_sweep(sweep: dict[str, Any], console: Console) -> None:
+    """Served speed by concurrency, with and without the draft."""
+    console.print("served, medians over requests (plain: the same server without the draft):")
+    table = _table()
+    for name in ("requests\nat once", "tok/s", "plain\ntok/s", "times", "first token\nms",
+                 "plain", "next token\nms", "plain"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for level in sweep["levels"]:
+        served, plain = level["served"], level.get("plain", {})
+        ratio = level.get("ratio")
+        table.add_row(
+            str(level["concurrency"]),
+            _number(served["tokens_per_second"]),
+            _number(plain.get("tokens_per_second")),
+            "" if ratio is None else f"{ratio:.2f}",
+            _number(served["first_token_ms"]),
+            _number(plain.get("first_token_ms")),
+            _number(served["inter_token_ms"]),
+            _number(plain.get("inter_token_ms")),
+        )
+    console.print(table)
+    if any("ratio" in level for level in sweep["levels"]):
+        at = sweep["stops_paying_at"]
+        most = sweep["levels"][-1]["concurrency"]
+        console.print(
+            f"speculation pays at every measured concurrency, up to {most}"
+            if at is None
+            else f"speculation stops paying at {at} requests at once"
+        )
 
 
 def _table() -> Table:
@@ -104,24 +141,30 @@ def agreement(report: dict[str, Any]) -> str:
             else f"ANSWERS DIFFER from plain decoding: {', '.join(different[:3])}"
         )
     apart = disagreements(report)
-    if len({run["mode"] for run in report["runs"]}) > 1:
+    modes = list(dict.fromkeys(run["mode"] for run in report["runs"]))
+    if len(modes) > 1:
+        names = f"{', '.join(modes[:-1])} and {modes[-1]}"
         lines.append(
-            "replay and decode accept the same run at every step"
+            f"{names} accept the same run at every step"
             if not apart
-            else f"replay and decode DISAGREE: {', '.join(apart[:3])}"
+            else f"{names} DISAGREE: {', '.join(apart[:3])}"
         )
     return "; ".join(lines)
 
 
 def disagreements(report: dict[str, Any]) -> list[str]:
-    """Prompts whose accepted runs differ between modes of the same candidate."""
-    seen: dict[tuple[str, str, str], list[int]] = {}
+    """Prompts whose accepted runs differ between modes of the same candidate.
+
+    Where an engine left the order of the runs open, their histograms are compared.
+    """
+    seen: dict[tuple[str, str, str], dict[str, Any]] = {}
     apart = []
     for run in report["runs"]:
         for prompt in run["prompts"]:
-            key = (run["draft"], run["head"], prompt["id"])
-            runs = seen.setdefault(key, prompt["accepted_runs"])
-            if runs != prompt["accepted_runs"]:
+            first = seen.setdefault((run["draft"], run["head"], prompt["id"]), prompt)
+            known = [each["accepted_runs"] for each in (first, prompt)]
+            field = "histogram" if None in known else "accepted_runs"
+            if prompt[field] is not None and first[field] != prompt[field]:
                 apart.append(f"{run['draft']} (head {run['head']}): {prompt['id']}")
     return apart
 

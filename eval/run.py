@@ -1,6 +1,7 @@
 """`domino eval-acceptance`: load everything, measure, report."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,13 @@ from domino_kit.chat_template import prompt_ids, render
 from domino_kit.checkpoint import resolve_folder
 from domino_kit.contract import json_hash, library_versions, read_manifest
 from domino_kit.decoding import Sampling
+from domino_kit.eval.engine import (
+    EngineOptions,
+    add_served,
+    draft_name,
+    measure_served,
+    plan_engine,
+)
 from domino_kit.eval.measure import Task, check_lengths, equal_proposals, load_candidates, measure
 from domino_kit.eval.prompt_set import Prompt, read_prompts
 from domino_kit.eval.report import (
@@ -53,6 +61,11 @@ class Options:
     output: Path | None = None
     picture: Path | None = None
     min_accept_length: float | None = None
+    engine: Literal["hf", "sglang", "both"] = "hf"
+    url: str | None = None
+    baseline_url: str | None = None
+    concurrency: tuple[int, ...] = (1,)
+    extra: tuple[str, ...] = ()
 
     @property
     def modes(self) -> list[str]:
@@ -71,41 +84,43 @@ def run_evaluation(options: Options) -> int:
     Raises ``ValueError`` in one sentence for anything that cannot be measured.
     """
     notes = Console(stderr=True, markup=False)
-    if "replay" in options.modes and not options.sampling.greedy:
-        raise ValueError("replay measures greedy decoding; with --temperature use --mode decode.")
-    for path in (options.output, options.picture):
-        if path is not None:  # better now than after the measurement
-            path.parent.mkdir(parents=True, exist_ok=True)
+    _check(options)
     prompts = read_prompts(options.prompts, options.limit)
     name, thinking = _target(options)
     device = choose_device(options.device)
+    plan = None
+    if options.engine != "hf":
+        plan = plan_engine(options.draft, name, device, options.dtype, _engine_options(options))
     tokenizer = load_tokenizer(name, options.trust_remote_code)
-    hf_model = load_target_model(
-        name, choose_dtype(options.dtype, device), device, options.trust_remote_code
-    )
-    candidates = load_candidates(
-        options.draft, options.compare, name, hf_model, tokenizer, thinking, notes.print
-    )
     task = Task(
         prompts=prompts,
         prompt_ids=[prompt_ids(tokenizer, prompt.messages, thinking) for prompt in prompts],
         max_new_tokens=options.max_new_tokens,
-        end_tokens=end_token_ids(hf_model, tokenizer),
-        num_proposals=equal_proposals(candidates, options.num_proposals),
+        end_tokens=[],
+        num_proposals=0 if plan is None else plan.block_size - 1,
         batch_size=options.batch_size,
         sampling=options.sampling,
         seed=options.seed,
     )
-    check_lengths(task, candidates)
-    with notes.status("measuring") as status:
-        result = measure(task, candidates, options.modes, status.update)
     facts = {
         "target": name,
         "thinking": thinking,
-        "dtype": str(hf_model.dtype).removeprefix("torch."),
         "device": device,
         "rendered_prompts_hash": _rendered_hash(tokenizer, prompts, thinking),
     }
+    with notes.status("measuring") as status:
+        result: dict[str, Any] = {"runs": [], "lossless": {"checked": False, "different": []}}
+        if options.engine != "sglang":
+            result = _measure_hf(options, task, facts, tokenizer, notes.print, status.update)
+        if plan is not None:
+            add_served(
+                result,
+                measure_served(
+                    task, plan, draft_name(options.draft), _engine_options(options), status.update
+                ),
+                [prompt.prompt_id for prompt in prompts],
+                greedy=options.sampling.greedy,
+            )
     report = {**facts, **_settings(options), **result}
     print_report(report, Console(markup=False))
     if options.output is not None:
@@ -113,6 +128,64 @@ def run_evaluation(options: Options) -> int:
     if options.picture is not None:
         write_picture(report, options.picture)
     return _status(report, options.min_accept_length, notes)
+
+
+def _check(options: Options) -> None:
+    """What can be refused before anything is read, and the folders for the results."""
+    replayed = options.engine != "sglang" and "replay" in options.modes
+    if replayed and not options.sampling.greedy:
+        raise ValueError("replay measures greedy decoding; with --temperature use --mode decode.")
+    if options.engine == "hf" and (options.url or options.baseline_url or options.extra):
+        raise ValueError(
+            "--url, --baseline-url and flags after -- are for a server; add --engine sglang."
+        )
+    if options.engine == "sglang" and options.compare:
+        raise ValueError("--compare needs --engine hf or both: a server serves one draft.")
+    if options.engine != "hf" and options.num_proposals is not None:
+        raise ValueError(
+            "--num-proposals does not go with a server; set the served block with: -- "
+            "--speculative-num-draft-tokens N"
+        )
+    for path in (options.output, options.picture):
+        if path is not None:  # better now than after the measurement
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _engine_options(options: Options) -> EngineOptions:
+    return EngineOptions(options.concurrency, options.url, options.baseline_url, options.extra)
+
+
+def _measure_hf(
+    options: Options,
+    task: Task,
+    facts: dict[str, Any],
+    tokenizer: Any,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Replay and decode in plain PyTorch."""
+    device = facts["device"]
+    hf_model = load_target_model(
+        facts["target"], choose_dtype(options.dtype, device), device, options.trust_remote_code
+    )
+    candidates = load_candidates(
+        options.draft,
+        options.compare,
+        facts["target"],
+        hf_model,
+        tokenizer,
+        facts["thinking"],
+        warn,
+    )
+    wanted = task.num_proposals or options.num_proposals
+    task = replace(
+        task,
+        end_tokens=end_token_ids(hf_model, tokenizer),
+        num_proposals=equal_proposals(candidates, wanted),
+    )
+    check_lengths(task, candidates)
+    dtype = str(hf_model.dtype).removeprefix("torch.")
+    return {"dtype": dtype, **measure(task, candidates, options.modes, say)}
 
 
 def _target(options: Options) -> tuple[str, bool | None]:
@@ -138,6 +211,7 @@ def _settings(options: Options) -> dict[str, Any]:
     return {
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
+        "engine_used": options.engine,
         "sampling": {
             "temperature": options.temperature,
             "top_p": options.top_p,

@@ -86,7 +86,13 @@ def make_spans(
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float, causal: bool, window: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    span: Span,
+    scale: float,
+    causal: bool,
+    window: int,
 ) -> Tensor:
     """Attention of one span: ``queries [G*Q, H, d]`` over the cache ``[slots, kv_heads, d]``.
 

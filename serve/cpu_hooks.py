@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from domino_kit.serve.plugin import PLATFORM_NAME
-
 
 DEFAULT_POOL_TOKENS = 32768
 """Slots of the KV pool unless ``--max-total-tokens`` says otherwise: SGLang would size it by the
@@ -69,10 +68,10 @@ def check_domino_runtime(
     draft_vocab_size: int,
     hidden_size: int,
     tp_size: int,
-    target_embedding: nn.Module,
-    lm_head: nn.Module,
-    prefix_gru: nn.GRU,
-    embed_proj: nn.Sequential,
+    target_embedding: Any,
+    lm_head: Any,
+    prefix_gru: Any,
+    embed_proj: Any,
     **_: Any,
 ) -> None:
     """The shapes that a Domino rollout relies on, in any floating type.

@@ -69,4 +69,4 @@ def use_fast_products(model: nn.Module) -> None:
             module.__class__ = CpuLinear  # the same parameters, another forward
         swap = swaps.get(type(getattr(module, "quant_method", None)))
         if swap is not None:
-            module.quant_method = swap  # type: ignore[assignment]
+            module.quant_method = swap

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
 from domino_kit.serve.plugin import PLATFORM_NAME
 
 

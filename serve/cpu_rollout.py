@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from domino_kit.serve.cpu_linear import product
 
@@ -13,10 +13,10 @@ def cpu_rollout(
     *,
     draft_hidden: Tensor,
     bonus_tokens: Tensor,
-    target_embedding: nn.Module,
+    target_embedding: Any,
     lm_head_weight: Tensor,
-    prefix_gru: nn.GRU,
-    embed_proj: nn.Sequential,
+    prefix_gru: Any,
+    embed_proj: Any,
     vocab_size: int,
     shift_label: bool,
     candidate_pool_size: int,
@@ -24,7 +24,8 @@ def cpu_rollout(
 ) -> Tensor:
     """Greedy proposals ``[B, K-1]`` from block hidden rows ``[B, K, D]``.
 
-    Arguments and result are those of SGLang's ``domino_greedy_rollout`` on one device. The
+    Arguments and result are those of SGLang's ``domino_greedy_rollout`` on one device (modules:
+    the target's embedding, the draft's GRU and its projector). The
     projector's first layer is split: its part for the hidden row is computed once for the block,
     its part for the GRU state step by step.
     """

@@ -1,6 +1,7 @@
 """`domino serve`, first half: check everything and build SGLang's command, without importing it."""
 
 import shlex
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,6 +113,13 @@ def plan_serve(
         port=options.port,
         notes=notes,
     )
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def resolve_device(wanted: str) -> str:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 import httpx
@@ -104,15 +105,11 @@ class Server:
         """End every process of the server: asked first, killed after ``STOP_SECONDS``."""
         if self._process.poll() is None:
             self._process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
         # Children outlive a main process that was killed; the group is theirs too.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._reader.join(timeout=2)
 

@@ -89,9 +89,7 @@ def serving(pair: Pair, *extra: str) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ServeOptions(
-        str(pair.draft), str(pair.target), port=port, device="cpu", extra=extra
-    )
+    options = ServeOptions(str(pair.draft), str(pair.target), port=port, device="cpu", extra=extra)
     plan = plan_serve(options, {})
     with Server(plan.command, plan.environment, plan.host, plan.port, log=sys.stderr) as server:
         server.wait_ready(START_SECONDS)

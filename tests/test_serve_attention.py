@@ -1,6 +1,5 @@
 """The CPU attention backend against plain formulas and against SGLang's own PyTorch backend."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("sglang")
 
@@ -67,7 +67,7 @@ def make_batch(
     for row, own in zip(requests, used.split(lengths), strict=True):
         table[row, : len(own)] = own.int()
     return SimpleNamespace(
-        queries=queries, prefixes=torch.tensor(prefixes), lengths=torch.tensor(lengths),
+        queries=queries, prefixes=torch.tensor(prefixes).int(), lengths=torch.tensor(lengths),
         requests=requests, table=table, keys=keys, values=values, scale=size**-0.4,
         q=torch.randn(sum(queries), heads, size, generator=draw),
     )  # fmt: skip
@@ -85,26 +85,18 @@ def attended(batch: SimpleNamespace, causal: bool = True, window: int = -1) -> T
     return torch.cat(parts)
 
 
-def positions(batch: SimpleNamespace) -> Iterator[tuple[int, int, int]]:
-    """Index in the batch, own position and number of positions, of each query row in order."""
-    for index, count in enumerate(batch.queries):
-        prefix = int(batch.prefixes[index])
-        for own in range(prefix, prefix + count):
-            yield index, own, prefix + count
-
-
 def reference(batch: SimpleNamespace, causal: bool = True, window: int = -1) -> Tensor:
     """One softmax for each query over the keys that it may see, in float64."""
-    group = batch.q.shape[1] // batch.keys.shape[1]
-    rows = []
-    for query, (index, own, length) in zip(batch.q.double(), positions(batch), strict=True):
-        end = own + 1 if causal else length
-        begin = max(0, own - window) if causal and window >= 0 else 0
-        slots = batch.table[batch.requests[index], begin:end].long()
-        keys = batch.keys[slots].double().repeat_interleave(group, dim=1)
-        values = batch.values[slots].double().repeat_interleave(group, dim=1)
-        weights = (torch.einsum("hd,lhd->hl", query, keys) * batch.scale).softmax(-1)
-        rows.append(torch.einsum("hl,lhe->he", weights, values).flatten())
+    queries, rows = iter(batch.q.double()), []
+    for request, prefix, length in zip(batch.requests, batch.prefixes, batch.lengths, strict=True):
+        for own in range(int(prefix), int(length)):
+            begin = max(0, own - window) if causal and window >= 0 else 0
+            slots = batch.table[request, begin : own + 1 if causal else length].long()
+            group = batch.q.shape[1] // batch.keys.shape[1]
+            keys = batch.keys[slots].double().repeat_interleave(group, dim=1)
+            values = batch.values[slots].double().repeat_interleave(group, dim=1)
+            weights = (torch.einsum("hd,lhd->hl", next(queries), keys) * batch.scale).softmax(-1)
+            rows.append(torch.einsum("hl,lhe->he", weights, values).flatten())
     return torch.stack(rows)
 
 
@@ -133,23 +125,12 @@ def test_draft_block_sees_prefix_and_whole_block(block: str, heads: tuple[int, i
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_values_may_be_of_another_size_than_keys(block: str, causal: bool) -> None:
-    batch = make_batch(*BLOCKS[block], value_size=5)
+@pytest.mark.parametrize("fields", [{"value_size": 5}, {"dtype": torch.bfloat16}])
+def test_values_of_another_size_and_cache_of_another_precision(
+    fields: dict[str, Any], block: str, causal: bool
+) -> None:
+    batch = make_batch(*BLOCKS[block], **fields)
     assert_close(attended(batch, causal), reference(batch, causal))
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_cache_of_another_precision(block: str) -> None:
-    """Keys and values are widened, the queries not narrowed."""
-    batch = make_batch(*BLOCKS[block], dtype=torch.bfloat16)
-    assert_close(attended(batch), reference(batch))
-
-
-def test_lengths_in_int32() -> None:
-    """SGLang keeps prefix lengths in int32."""
-    batch = make_batch(*BLOCKS["mixed extends"])
-    batch.prefixes, batch.lengths = batch.prefixes.int(), batch.lengths.int()
-    assert_close(attended(batch, True, 3), reference(batch, True, 3))
 
 
 def test_requests_are_attended_to_together_unless_padding_doubles_the_work() -> None:
@@ -189,16 +170,17 @@ def test_no_mask_where_every_query_sees_every_key() -> None:
 def test_pool_is_never_copied(block: str) -> None:
     """No step of it makes a tensor anywhere near the size of the pool."""
     batch = make_batch(*BLOCKS[block], spare=20_000)
-    made = [0]
+    made = []
 
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
-            made.extend(each.numel() for each in torch.utils._pytree.tree_leaves(out)
-                        if isinstance(each, Tensor))  # fmt: skip
+            made.extend(each.numel() for each in tree_leaves(out) if isinstance(each, Tensor))
             return out
 
-    with Largest():
+    with Sizes():
         out = attended(batch)
     assert_close(out, reference(batch))
     assert 0 < max(made) < batch.keys.numel() / 50
@@ -207,11 +189,12 @@ def test_pool_is_never_copied(block: str) -> None:
 def native(batch: SimpleNamespace, causal: bool, window: int, decode: bool) -> Tensor:
     """SGLang's own loop over requests."""
     backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
-    inputs = dict(
-        query=batch.q, output=torch.empty_like(batch.q), k_cache=batch.keys, v_cache=batch.values,
-        req_to_token=batch.table, req_pool_indices=batch.requests, seq_lens=batch.lengths,
-        scaling=batch.scale, enable_gqa=True, causal=causal, sliding_window_size=window,
-    )  # fmt: skip
+    inputs = {
+        "query": batch.q, "output": torch.empty_like(batch.q), "k_cache": batch.keys,
+        "v_cache": batch.values, "req_to_token": batch.table, "req_pool_indices": batch.requests,
+        "seq_lens": batch.lengths, "scaling": batch.scale, "enable_gqa": True, "causal": causal,
+        "sliding_window_size": window,
+    }  # fmt: skip
     if decode:
         return backend._run_sdpa_forward_decode(**inputs).flatten(1)
     counts = torch.tensor(batch.queries)
@@ -223,8 +206,6 @@ def native(batch: SimpleNamespace, causal: bool, window: int, decode: bool) -> T
 @pytest.mark.parametrize("window", [-1, 3])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_equals_sglangs_own_backend(block: str, window: int) -> None:
-    # With is_causal PyTorch aligns a query block to the first key, so the oracle's own extend is
-    # asked as SGLang asks it: over all positions of a request.
     batch = make_batch(*BLOCKS[block])
     assert_close(attended(batch, True, window), native(batch, True, window, False))
     if block.startswith("decode"):
@@ -233,57 +214,60 @@ def test_equals_sglangs_own_backend(block: str, window: int) -> None:
         assert_close(attended(batch, False), native(batch, False, window, False))
 
 
-@pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY", "EXTEND"])
+def make_layer(**fields: Any) -> RadixAttention:
+    return RadixAttention(**{**LAYER, **fields})
+
+
+LAYER = {"num_heads": 4, "head_dim": 8, "scaling": 1.0, "num_kv_heads": 2, "layer_id": 1}
+MODES = {
+    "DECODE": "decode, similar lengths",
+    "TARGET_VERIFY": "verify",
+    "EXTEND": "mixed extends",
+}
+
+
+def runner_of(table: Tensor, pool: Any) -> SimpleNamespace:
+    slots = SimpleNamespace(req_to_token=table)
+    return SimpleNamespace(req_to_token_pool=slots, token_to_kv_pool=pool)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [AttentionType.DECODER, AttentionType.ENCODER_ONLY])
 def test_backend_stores_new_tokens_and_attends(mode: str, kind: AttentionType) -> None:
-    queries, prefixes = BLOCKS[
-        {"DECODE": "decode, similar lengths", "TARGET_VERIFY": "verify", "EXTEND": "mixed extends"}[mode]
-    ]  # fmt: skip
+    queries, prefixes = BLOCKS[MODES[mode]]
     batch = make_batch(queries, prefixes)
     pool = CpuKVPool(
         size=len(batch.keys) - 1, page_size=1, dtype=torch.float32, head_num=2, head_dim=8,
         layer_num=2, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
-    new = torch.cat(
-        [
-            batch.table[row, prefix : prefix + count].long()
-            for row, prefix, count in zip(batch.requests, prefixes, queries, strict=True)
-        ]
-    )
+    parts = zip(batch.requests, prefixes, batch.lengths, strict=True)
+    new = torch.cat([batch.table[row, begin:end].long() for row, begin, end in parts])
     for whole, stored in ((batch.keys, pool.k_buffer[1]), (batch.values, pool.v_buffer[1])):
         stored.copy_(whole)
-        stored[new] = float("nan")  # only the call below can fill these
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=batch.table), token_to_kv_pool=pool
-    )
-    backend = CpuAttention(runner)
+        stored[new] = float("nan")  # only the backend can fill these
     verify = mode == "TARGET_VERIFY"
     info = SimpleNamespace(
-        forward_mode=ForwardMode[mode], req_pool_indices=batch.requests,
-        seq_lens=batch.prefixes if verify else batch.lengths, out_cache_loc=new,
+        forward_mode=ForwardMode[mode], req_pool_indices=batch.requests, out_cache_loc=new,
+        seq_lens=batch.prefixes.long() if verify else batch.lengths,
         spec_info=SimpleNamespace(draft_token_num=4) if verify else None,
-        extend_seq_lens=torch.tensor(queries), extend_prefix_lens=batch.prefixes,
+        extend_seq_lens=torch.tensor(queries).int(), extend_prefix_lens=batch.prefixes,
     )  # fmt: skip
-    layer = RadixAttention(
-        4, 8, batch.scale, 2, layer_id=1, attn_type=kind, sliding_window_size=3
-    )  # fmt: skip
+    backend = CpuAttention(runner_of(batch.table, pool))
     backend.init_forward_metadata(info)
+    layer = make_layer(scaling=batch.scale, attn_type=kind, sliding_window_size=3)
     out = backend.forward(batch.q.flatten(1), batch.keys[new], batch.values[new], layer, info)
     assert_close(out, reference(batch, kind == AttentionType.DECODER, 3))
     again = backend.forward(batch.q.flatten(1), None, None, layer, info, save_kv_cache=False)
     assert torch.equal(out, again)
-    assert bool((pool.k_buffer[0] == 0).all())
+    assert not pool.k_buffer[0].any() and not pool.v_buffer[0].any()
 
 
 def test_idle_batch_has_nothing_to_attend_to() -> None:
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 1).int()),
-        token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: None, get_value_buffer=lambda _: None),
-    )  # fmt: skip
-    backend = CpuAttention(runner)
+    pool = SimpleNamespace(get_key_buffer=lambda _: None, get_value_buffer=lambda _: None)
+    backend = CpuAttention(runner_of(torch.zeros(1, 1).int(), pool))
     info = SimpleNamespace(forward_mode=ForwardMode.IDLE, seq_lens=torch.zeros(0, dtype=torch.long))
     backend.init_forward_metadata(info)
-    layer = RadixAttention(4, 8, 1.0, 2, layer_id=0, v_head_dim=6)
+    layer = make_layer(v_head_dim=6)
     assert backend.forward(torch.zeros(0, 32), None, None, layer, info).shape == (0, 24)
     assert not backend.support_triton()
 
@@ -300,7 +284,8 @@ def test_idle_batch_has_nothing_to_attend_to() -> None:
 def test_what_is_not_computed_is_refused(
     fields: dict[str, Any], given: dict[str, Any], named: str
 ) -> None:
-    layer = RadixAttention(4, 8, 1.0, 2, layer_id=0, **fields)
+    CpuAttention._refuse(make_layer(), {"sinks": None})
+    layer = make_layer(**fields)
     with pytest.raises(NotImplementedError) as caught:
         CpuAttention._refuse(layer, given)
     assert str(caught.value) == (
@@ -308,11 +293,7 @@ def test_what_is_not_computed_is_refused(
     )
 
 
-def test_plain_layer_is_not_refused() -> None:
-    CpuAttention._refuse(RadixAttention(4, 8, 1.0, 2, layer_id=0), {"sinks": None})
-
-
 def test_pool_with_a_part_for_sliding_windows_is_refused() -> None:
     pool = SWAKVPool.__new__(SWAKVPool)
     with pytest.raises(ValueError, match="add --disable-hybrid-swa-memory"):
-        CpuAttention(SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool))
+        CpuAttention(runner_of(torch.zeros(1, 1), pool))

@@ -1,0 +1,234 @@
+"""The served measurement: the same prompts through the real engine, and a concurrency sweep."""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from domino_kit.eval.measure import Task, run_entry
+from domino_kit.eval.served import ServedAnswer, ask_all
+from domino_kit.serve.confirm import check_report, read_report
+from domino_kit.serve.plan import ServeOptions, ServePlan, free_port, plan_serve
+from domino_kit.serve.server import Server, ServerError
+
+Say = Callable[[str], None]
+START_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Where the server is, and what is asked of it.
+
+    Without ``url`` a server is started for the draft with ``extra`` SGLang flags, and then one
+    without a draft. ``baseline_url`` is a server without a draft beside ``url``.
+    """
+
+    concurrency: tuple[int, ...] = (1,)
+    url: str | None = None
+    baseline_url: str | None = None
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Level:
+    """All prompts at one concurrency: answers, and the seconds that the whole took."""
+
+    concurrency: int
+    answers: list[ServedAnswer]
+    seconds: float
+
+    def numbers(self) -> dict[str, float | None]:
+        """Tokens per second of the whole, and medians over requests in milliseconds."""
+        tokens = sum(len(answer.tokens) for answer in self.answers)
+        gaps = [a.token_seconds for a in self.answers if a.token_seconds is not None]
+        return {
+            "tokens_per_second": tokens / self.seconds,
+            "first_token_ms": 1e3 * statistics.median(a.first_token_seconds for a in self.answers),
+            "inter_token_ms": 1e3 * statistics.median(gaps) if gaps else None,
+        }
+
+
+def plan_engine(
+    draft: str, target: str, device: str, dtype: str, options: EngineOptions
+) -> ServePlan:
+    """Check what can be checked before a start; raises ``ValueError``."""
+    if options.url is None and options.baseline_url is not None:
+        raise ValueError("--baseline-url needs --url, the server with the draft.")
+    if options.url is not None and options.extra:
+        raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
+    return plan_serve(
+        ServeOptions(draft, target, port=free_port(), device=device, dtype=dtype,
+                     extra=options.extra),
+        os.environ,
+    )  # fmt: skip
+
+
+def measure_served(
+    task: Task, plan: ServePlan, name: str, options: EngineOptions, say: Say
+) -> dict[str, Any]:
+    """Answer all prompts at every concurrency, with and without the draft.
+
+    Returns the report's served ``run``, the ``sweep``, the ``engine``'s facts, and the ``answers``.
+    Raises ``ValueError`` if the server fails or serves another draft.
+    """
+    try:
+        with _server(options.url, plan.command, plan, say) as url:
+            report = read_report(url)
+            check_report(report, plan)
+            drafted = _levels(url, task, options.concurrency, True, say)
+            plain = None
+            if options.url is not None and options.baseline_url is None:
+                plain = _plain_requests(url, report, task, options.concurrency, say)
+        if plain is None and (options.url is None or options.baseline_url is not None):
+            command = without_draft(plan.command)
+            with _server(options.baseline_url, command, plan, say) as url:
+                plain = _levels(url, task, options.concurrency, True, say)
+    except ServerError as error:
+        raise ValueError(str(error)) from None
+    return _report(task, plan, name, report, drafted, plain)
+
+
+@contextmanager
+def _server(url: str | None, command: Sequence[str], plan: ServePlan, say: Say) -> Iterator[str]:
+    """A running server's address, or a server of our own for the time of the block."""
+    if url is not None:
+        yield url.rstrip("/").removesuffix("/v1")
+        return
+    say("starting SGLang")
+    with Server(command, plan.environment, plan.host, plan.port, log=None) as server:
+        server.wait_ready(START_SECONDS)
+        yield server.url
+
+
+def without_draft(command: Sequence[str]) -> list[str]:
+    """The same server's command without its draft: what users would run instead."""
+    kept: list[str] = []
+    skip = False
+    for word in command:
+        flag = word.startswith("--")
+        skip = word.startswith("--speculative-") if flag else skip
+        if not skip:
+            kept.append(word)
+    return kept
+
+
+def _levels(
+    url: str, task: Task, concurrency: Sequence[int], speculate: bool, say: Say
+) -> list[Level]:
+    sampling: dict[str, Any] = {
+        "temperature": task.sampling.temperature,
+        "top_p": task.sampling.top_p,
+        "top_k": task.sampling.top_k or -1,
+        "max_new_tokens": task.max_new_tokens,
+    }
+    if not speculate:
+        sampling["custom_params"] = {"speculate": False}
+    ask_all(url, task.prompt_ids[:1], sampling, 1)  # a first request pays for what is lazy
+    levels = []
+    for count in concurrency:
+        say(f"served, {count} at a time{'' if speculate else ', without the draft'}")
+        # Prompts of the level before would be found in the prefix cache.
+        httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        answers, seconds = ask_all(url, task.prompt_ids, sampling, count)
+        levels.append(Level(count, answers, seconds))
+    return levels
+
+
+def _plain_requests(
+    url: str, report: dict[str, Any], task: Task, concurrency: Sequence[int], say: Say
+) -> list[Level] | None:
+    """The same prompts without the draft on the same server, where it can do that."""
+    if not report["draft"]["plain_requests"]:
+        return None
+    return _levels(url, task, concurrency, False, say)
+
+
+def _report(
+    task: Task,
+    plan: ServePlan,
+    name: str,
+    report: dict[str, Any],
+    drafted: list[Level],
+    plain: list[Level] | None,
+) -> dict[str, Any]:
+    first = drafted[0]
+    proposals = plan.block_size - 1
+    counted = [answer.cut_histogram(proposals) for answer in first.answers]
+    speed = first.numbers()["tokens_per_second"]
+    run = run_entry(
+        task,
+        draft=name,
+        head="domino" if plan.config.has_head else "none",
+        mode="served",
+        block_size=plan.block_size,
+        num_proposals=proposals,
+        histograms=counted,
+        accepted=[answer.accepted_runs for answer in first.answers],
+        speed=speed,
+        baseline=None if plain is None else plain[0].numbers()["tokens_per_second"],
+    )
+    run["engine_histograms"] = [answer.histogram for answer in first.answers]
+    return {
+        "run": run,
+        "answers": [answer.tokens for answer in first.answers],
+        "plain_answers": None if plain is None else [a.tokens for a in plain[0].answers],
+        "same_at_every_concurrency": all(
+            [a.tokens for a in level.answers] == [a.tokens for a in first.answers]
+            for level in drafted
+        ),
+        "sweep": sweep(drafted, plain),
+        "engine": {**report, "command": plan.command, "dtype": plan.dtype, "device": plan.device},
+    }
+
+
+def add_served(
+    result: dict[str, Any], served: dict[str, Any], prompt_ids: Sequence[str], *, greedy: bool
+) -> None:
+    """Put a served measurement beside what was measured in plain PyTorch.
+
+    Greedy answers must equal plain decoding's: PyTorch's where there is one, else the server's own
+    without a draft.
+    """
+    result["runs"].append(served["run"])
+    plain = result.get("answers") or served["plain_answers"]
+    result.setdefault("answers", served["answers"])
+    result.setdefault("dtype", served["engine"]["dtype"])
+    result["sweep"], result["engine"] = served["sweep"], served["engine"]
+    if greedy and plain is not None:
+        result["lossless"]["checked"] = True
+        pairs = zip(prompt_ids, served["answers"], plain, strict=True)
+        result["lossless"]["different"] += [
+            f"{served['run']['draft']} (served): {name}" for name, own, want in pairs if own != want
+        ]
+        if not served["same_at_every_concurrency"]:
+            result["lossless"]["different"].append(
+                f"{served['run']['draft']} (served): another answer at another concurrency"
+            )
+
+
+def sweep(drafted: list[Level], plain: list[Level] | None) -> dict[str, Any]:
+    """Speed by concurrency with and without the draft, and where speculation stops paying.
+
+    ``stops_paying_at`` is the first measured concurrency at which the server with the draft is
+    slower; ``None`` if there is none, or nothing to compare with.
+    """
+    rows = []
+    for place, level in enumerate(drafted):
+        row: dict[str, Any] = {"concurrency": level.concurrency, "served": level.numbers()}
+        if plain is not None:
+            row["plain"] = plain[place].numbers()
+            row["ratio"] = row["served"]["tokens_per_second"] / row["plain"]["tokens_per_second"]
+        rows.append(row)
+    slower = [row["concurrency"] for row in rows if row.get("ratio", 1.0) < 1.0]
+    return {"levels": rows, "stops_paying_at": slower[0] if slower else None}
+
+
+def draft_name(draft: str) -> str:
+    """A short name for tables: the folder's."""
+    folder = Path(draft).expanduser().resolve()
+    return f"{folder.parent.name}/{folder.name}" if folder.name.startswith("step-") else folder.name

@@ -1,0 +1,150 @@
+"""Products of a few rows against ``F.linear``, and which modules are switched to them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
+
+from domino_kit.serve.cpu_linear import (
+    CpuEmbeddingMethod,
+    CpuLinear,
+    CpuLinearMethod,
+    product,
+    use_fast_products,
+)
+
+pytestmark = pytest.mark.sglang
+
+SHAPES = [(96, 24), (24, 96), (40, 40), (1, 16), (16, 1)]
+"""Weights that are tall, wide, square, and of one row or column."""
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    draw = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=draw).to(dtype)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    """The same up to rounding, relative to the largest number."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    if wanted.numel():
+        assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", range(21))
+def test_product_equals_linear(rows: int, shape: tuple[int, int]) -> None:
+    x, weight = numbers(rows, shape[1]), numbers(*shape)
+    found = product(x, weight)
+    assert found.is_contiguous()
+    assert_close(found, F.linear(x, weight))
+    assert_close(found, (x.double() @ weight.double().t()).float())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", range(21))
+def test_product_in_bfloat16_is_linear(rows: int, shape: tuple[int, int]) -> None:
+    """Every bit, so that a bfloat16 target answers as without this."""
+    x = numbers(rows, shape[1], dtype=torch.bfloat16)
+    weight = numbers(*shape, dtype=torch.bfloat16)
+    found = product(x, weight)
+    assert found.is_contiguous()
+    assert torch.equal(found, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("outer", [(1, 1), (2, 3), (4, 5), (3, 0), (0, 3), (2, 1, 2), ()])
+def test_product_of_other_dimensions(outer: tuple[int, ...], shape: tuple[int, int]) -> None:
+    x, weight = numbers(*outer, shape[1]), numbers(*shape)
+    found = product(x, weight)
+    assert found.is_contiguous()
+    assert_close(found, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_product_of_views(rows: int) -> None:
+    """Rows cut out of blocks, and a weight that is a part of a larger one."""
+    x, weight = numbers(2, rows + 2, 24)[:, 1:-1], numbers(30, 40)[4:, 8:32]
+    assert not x.is_contiguous() and not weight.is_contiguous()
+    found = product(x, weight)
+    assert found.is_contiguous()
+    assert_close(found, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_product_changes_no_input_and_owns_its_result(rows: int) -> None:
+    x, weight = numbers(rows, 24), numbers(96, 24)
+    before = x.clone(), weight.clone()
+    product(x, weight).fill_(7)
+    assert torch.equal(x, before[0]) and torch.equal(weight, before[1])
+
+
+def test_every_plain_layer_of_a_model_is_switched() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(12, 20), nn.SiLU(), nn.Sequential(nn.Linear(20, 30, bias=False)), nn.Linear(30, 5)
+    )
+    special = Special(5, 5)
+    model.append(special)
+    names = [name for name, _ in model.named_parameters()]
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    x = numbers(3, 12)
+    before = model(x)
+    use_fast_products(model)
+    assert [type(each) for each in model] == [CpuLinear, nn.SiLU, nn.Sequential, CpuLinear, Special]
+    assert type(model[2][0]) is CpuLinear
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+    assert_close(model(x), before)
+    use_fast_products(model)
+    assert_close(model(x), before)
+
+
+def test_a_single_layer_is_switched_itself() -> None:
+    layer = nn.Linear(6, 4)
+    use_fast_products(layer)
+    assert type(layer) is CpuLinear
+
+
+def test_unquantised_methods_are_switched_and_others_left() -> None:
+    class Quantised(UnquantizedLinearMethod):
+        pass
+
+    others = Quantised(), object(), None
+    model = nn.ModuleList(nn.Identity() for _ in range(6))
+    methods = (UnquantizedLinearMethod(), UnquantizedEmbeddingMethod(), *others)
+    for module, method in zip(model, methods, strict=False):
+        module.quant_method = method
+    use_fast_products(model)
+    assert type(model[0].quant_method) is CpuLinearMethod
+    assert type(model[1].quant_method) is CpuEmbeddingMethod
+    assert [model[index].quant_method for index in (2, 3, 4)] == list(others)
+    assert not hasattr(model[5], "quant_method")
+
+
+@pytest.mark.parametrize("method", [CpuLinearMethod, CpuEmbeddingMethod])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 5, 30])
+def test_methods_equal_sglangs(rows: int, with_bias: bool, method: type) -> None:
+    layer = SimpleNamespace(weight=numbers(96, 24))
+    x, bias = numbers(rows, 24), numbers(96) if with_bias else None
+    found = method().apply(layer, x, bias)
+    assert_close(found, F.linear(x, layer.weight, bias))
+    assert_close(found, method.__base__().apply(layer, x, bias))
+
+
+def test_embedding_method_still_looks_up() -> None:
+    layer = SimpleNamespace(weight=numbers(96, 24))
+    ids = torch.tensor([3, 90, 3])
+    assert torch.equal(CpuEmbeddingMethod().embedding(layer, ids), layer.weight[ids])
