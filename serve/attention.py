@@ -75,9 +75,9 @@ def make_spans(
         own = slice(group[0], group[-1] + 1)
         size = sum(queries[own])
         width = int(lengths[own].max())
-        # Beyond a request's length the table holds anything; slot 0 is the pool's own dummy.
+        # Beyond a request's length the table holds anything; any slot of its own does as padding.
         slots = req_to_token[requests[own], :width].long()
-        slots = slots.masked_fill(torch.arange(width) >= lengths[own, None], 0)
+        slots = torch.where(torch.arange(width) < lengths[own, None], slots, slots[:, :1])
         spans.append(
             Span(slice(start, start + size), queries[group[0]], slots, first[own], lengths[own])
         )

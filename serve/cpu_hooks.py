@@ -14,7 +14,8 @@ machine's memory as if that were a GPU's, and take most of it."""
 def set_cpu_defaults(server_args: Any, previous: Any) -> None:
     """In place of SGLang's ``handle_cpu_backends``, which picks Intel's kernels.
 
-    What a user would otherwise have to know and type; explicit flags win.
+    What a user would otherwise have to know and type. Another attention backend or pool size wins
+    where it is given; sampling in PyTorch and no overlap are all that works.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

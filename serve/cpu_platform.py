@@ -23,6 +23,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
 
+    def get_device(self, device_id: int = 0) -> str:
+        """The device where ``--device`` is not given; a name, which is what resolution expects."""
+        return "cpu"
+
     def init_backend(self) -> None:
         """Make the attention backend known, once in each process that runs a model."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -30,13 +30,15 @@ def target_probabilities(logits: Tensor, sampling: Any, rows_per_request: int) -
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     ranks = torch.arange(ordered.shape[-1])
-    drop = ranks >= sampling.top_ks.view(-1, 1, 1)
-    drop |= before > sampling.top_ps.view(-1, 1, 1)
+    drop = (ranks >= sampling.top_ks.view(-1, 1, 1)) | (before > sampling.top_ps.view(-1, 1, 1))
     if sampling.need_min_p_sampling:
         drop |= ordered < ordered[..., :1] * sampling.min_ps.view(-1, 1, 1)
     kept = ordered.masked_fill(drop, 0.0)
     kept = kept / kept.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, order, kept)
+    sampled = torch.zeros_like(probs).scatter_(-1, order, kept)
+    # Softmax can make two logits equal; the greedy choice is made before it.
+    best = torch.zeros_like(probs).scatter_(-1, grouped.argmax(-1, keepdim=True), 1.0)
+    return torch.where(sampling.top_ks.view(-1, 1, 1) == 1, best, sampled)
 
 
 def accept_sampled(candidates: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,16 @@ def demo_target() -> Path:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """With DOMINO_KIT_STRICT set, a whole module that is skipped is a failure too."""
+    report = yield
+    if os.environ.get("DOMINO_KIT_STRICT") and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} was skipped, which is not allowed here"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """With DOMINO_KIT_STRICT set, a skipped sglang or pretrained test is a failure."""
     report = yield

@@ -55,7 +55,7 @@ def trained_pair(
     block_size: int = 4,
     layers: int = 1,
     projector: str = "domino",
-    steps: int = 120,
+    steps: int = 400,
 ) -> Pair:
     """A tiny random target, and a draft trained for a minute's fraction on its own answers."""
     target = save_target(folder / "target", family=family, tie_word_embeddings=tied)
@@ -102,6 +102,10 @@ class Expected:
 
     tokens: list[list[int]]
     runs: list[list[int]]
+
+    def only(self, place: int) -> "Expected":
+        """What one request must produce."""
+        return Expected([self.tokens[place]], [self.runs[place]])
 
 
 def expected(

@@ -1,0 +1,159 @@
+"""Served speed and the cost of a draft-verify cycle, by block size, against a plain server.
+
+One run starts a server without a draft and one for each block size, and asks the same prompts.
+A draft's weights do not depend on its block, so one draft serves them all; only at the block that
+it was trained with does its acceptance mean anything.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from domino_kit.acceptance import Acceptance
+from domino_kit.chat_template import prompt_ids
+from domino_kit.checkpoint import resolve_folder
+from domino_kit.contract import library_versions, read_manifest
+from domino_kit.eval.engine import without_draft
+from domino_kit.eval.prompt_set import read_prompts
+from domino_kit.eval.served import ServedAnswer, ask_all
+from domino_kit.serve.plan import ServeOptions, free_port, plan_serve
+from domino_kit.serve.server import Server
+from domino_kit.target import load_tokenizer
+
+START_SECONDS = 600
+
+
+def with_block(draft: Path, block: int, folder: Path) -> Path:
+    """The same draft with another block size in its config."""
+    copy = folder / f"block-{block}"
+    shutil.copytree(draft, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["block_size"] = block
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def measure(
+    command: list[str], environment: dict[str, str], port: int, prompts: list[list[int]],
+    tokens: int, concurrency: list[int], repeats: int,
+) -> dict[int, list[tuple[list[ServedAnswer], float]]]:  # fmt: skip
+    """Answers and seconds of every repeat, by concurrency."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    with Server(command, environment, "127.0.0.1", port, log=None) as server:
+        server.wait_ready(START_SECONDS)
+        ask_all(server.url, prompts[:1], sampling, 1)
+        return {
+            count: [ask_all(server.url, prompts, sampling, count) for _ in range(repeats)]
+            for count in concurrency
+        }
+
+
+def step_ms(measured: list[tuple[list[ServedAnswer], float]], concurrency: int) -> float:
+    """Milliseconds of one scheduler step: the median repeat's time over its steps.
+
+    Steps run for up to ``concurrency`` requests at once.
+    """
+    return 1e3 * statistics.median(
+        seconds / (sum(a.verify_steps or len(a.tokens) - 1 for a in answers) / concurrency)
+        for answers, seconds in measured
+    )
+
+
+def speed(measured: list[tuple[list[ServedAnswer], float]]) -> float:
+    """Tokens per second of the median repeat."""
+    return statistics.median(
+        sum(len(a.tokens) for a in answers) / seconds for answers, seconds in measured
+    )
+
+
+def accept_length(measured: list[tuple[list[ServedAnswer], float]], proposals: int) -> float:
+    """With the bonus token, over all requests whose last step is known."""
+    counts = [a.cut_histogram(proposals) for a in measured[0][0]]
+    known = [each for each in counts if each is not None]
+    return Acceptance(tuple(map(sum, zip(*known, strict=True)))).accept_length
+
+
+@click.command()
+@click.option("--draft", required=True, help="A draft, such as runs/demo/domino.")
+@click.option("--blocks", default="4,6,8,16", show_default=True)
+@click.option("--concurrency", default="1,8", show_default=True)
+@click.option("--prompts", "source", default="eval/prompts/demo_heldout.jsonl", show_default=True)
+@click.option("--limit", default=8, show_default=True, help="Prompts.")
+@click.option("--tokens", default=96, show_default=True, help="Of each answer.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(
+    draft: str, blocks: str, concurrency: str, source: str, limit: int, tokens: int, repeats: int,
+    output: Path | None,
+) -> None:  # fmt: skip
+    """Measure and print one table."""
+    folder = resolve_folder(draft)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise click.ClickException(f"{draft} has no manifest that names its target.")
+    tokenizer = load_tokenizer(manifest.target.name, False)
+    prompts = [prompt_ids(tokenizer, p.messages, manifest.target.thinking)
+               for p in read_prompts(source, limit)]  # fmt: skip
+    counts = [int(each) for each in concurrency.split(",")]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = None
+        for block in [int(each) for each in blocks.split(",")]:
+            served = with_block(folder, block, Path(temporary))
+            plan = plan_serve(ServeOptions(str(served), port=free_port(), device="cpu"), {})
+            if plain is None:
+                command = without_draft(plan.command)
+                plain = measure(
+                    command, plan.environment, plan.port, prompts, tokens, counts, repeats
+                )
+            found = measure(
+                plan.command, plan.environment, plan.port, prompts, tokens, counts, repeats
+            )
+            for count in counts:
+                rows.append(
+                    {
+                        "block": block,
+                        "concurrency": count,
+                        "tokens_per_second": speed(found[count]),
+                        "plain_tokens_per_second": speed(plain[count]),
+                        "accept_length": accept_length(found[count], block - 1),
+                        "cycle_ms": step_ms(found[count], count),
+                        "plain_step_ms": step_ms(plain[count], count),
+                    }
+                )
+                print(json.dumps(rows[-1]), file=sys.stderr)
+    _print(rows, folder)
+    if output is not None:
+        output.write_text(json.dumps({"rows": rows, "libraries": library_versions()}, indent=1))
+
+
+def _print(rows: list[dict[str, Any]], draft: Path) -> None:
+    table = Table(title=f"{draft}: served on this machine")
+    for name in ("block", "at once", "tok/s", "plain", "times", "accept length", "cycle ms",
+                 "plain step ms", "cycle cost"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["block"]),
+            str(row["concurrency"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['tokens_per_second'] / row['plain_tokens_per_second']:.2f}",
+            f"{row['accept_length']:.2f}",
+            f"{row['cycle_ms']:.1f}",
+            f"{row['plain_step_ms']:.1f}",
+            f"{row['cycle_ms'] / row['plain_step_ms']:.2f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
