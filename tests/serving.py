@@ -55,10 +55,13 @@ def trained_pair(
     block_size: int = 4,
     layers: int = 1,
     projector: str = "domino",
-    steps: int = 400,
+    steps: int = 300,
+    attention: float = 0.03,
 ) -> Pair:
     """A tiny random target, and a draft trained for a minute's fraction on its own answers."""
-    target = save_target(folder / "target", family=family, tie_word_embeddings=tied)
+    target = save_target(
+        folder / "target", attention=attention, family=family, tie_word_embeddings=tied
+    )
     data = write_jsonl(folder / "rows.jsonl", chat_rows(4))
     recipe = read_recipe(
         None,

@@ -53,7 +53,10 @@ def test_served_equals_replay_with_pages_chunks_and_little_memory(tmp_path: Path
     pair = trained_pair(tmp_path, block_size=8)
     prompts = prompts_for(pair, 24, longest=60)
     wanted = expected(pair, prompts, 40)
-    flags = ("--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "512")
+    flags = [
+        "--page-size", "16", "--chunked-prefill-size", "16", "--max-total-tokens", "768",
+        "--schedule-conservativeness", "0.01",  # let in more requests than there is room for
+    ]  # fmt: skip
     with serving(pair, *flags) as server:
         answers, _ = ask_all(server.url, prompts, GREEDY, 24)
         assert [answer.tokens for answer in answers] == wanted.tokens

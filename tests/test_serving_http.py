@@ -167,13 +167,16 @@ def test_requests_without_the_draft(url: str, prompts: list[list[int]], wanted: 
     assert gain.cycle_cost is not None
 
 
-SAMPLED = {"temperature": 0.9, "top_k": 5, "max_new_tokens": 3, "ignore_eos": True}
+SAMPLED = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 3, "ignore_eos": True}
 DRAWS = 20_000
 
 
 def test_sampled_requests_keep_the_targets_distribution(pair: Pair, url: str) -> None:
     """The joint distribution of three tokens over 20,000 draws, against the target's own."""
-    prompt = prompts_for(pair, 1, seed=11)[0]
+    # Where the draft is right after the first token, so that drafts are really accepted.
+    several = prompts_for(pair, 60, seed=11)
+    runs = expected(pair, several, 4).runs
+    prompt = next(ids for ids, run in zip(several, runs, strict=True) if run[0] >= 2)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for _ in range(DRAWS // 500):
@@ -183,7 +186,7 @@ def test_sampled_requests_keep_the_targets_distribution(pair: Pair, url: str) ->
             accepted += answer["meta_info"].get("spec_num_correct_drafts", 0)
     assert accepted > DRAWS // 100, "hardly a draft was accepted, so this would test nothing"
     target, _ = pair.load()
-    chances = _joint(target, prompt, Sampling(temperature=0.9, top_k=5))
+    chances = _joint(target, prompt, Sampling(temperature=0.7, top_k=5))
     assert set(counts) <= set(chances)
     assert _p_value(counts, chances) > 1e-4
 
@@ -290,10 +293,10 @@ def test_constrained_requests_are_exact_or_refused(client: openai.OpenAI) -> Non
 
 
 def free_tokens(url: str) -> int:
-    """Unused slots of the KV pool once nothing runs and the prefix cache is empty."""
+    """Slots of the KV pool in use once the prefix cache is empty, as a negative number."""
     httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-    state = httpx.get(f"{url}/get_load", timeout=60).json()
-    return int(state[0]["num_tokens"] if isinstance(state, list) else state["num_tokens"])
+    loads = httpx.get(f"{url}/v1/loads", timeout=60).json()["loads"]
+    return -int(loads[0]["num_used_tokens"])
 
 
 def test_64_requests_with_a_third_aborted(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -53,9 +54,16 @@ def tiny_tokenizer(template: str | None = PLAIN) -> Any:
     )
 
 
-def save_target(folder: Path, **fields: Any) -> Path:
-    """A tiny random chat model as a Hugging Face folder; its mask is id 1, its end token id 3."""
+def save_target(folder: Path, *, attention: float = 1.0, **fields: Any) -> Path:
+    """A tiny random chat model as a Hugging Face folder; its mask is id 1, its end token id 3.
+
+    ``attention`` scales what attention adds: near 0 the next token follows from the last one, and
+    a draft can learn that in seconds.
+    """
     model = tiny_model(**{"vocab": len(SPECIAL) + 256, "tie_word_embeddings": True, **fields})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= attention
     model.generation_config.eos_token_id = 3
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
