@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from domino_kit.checkpoint import resolve_folder
+from domino_kit.config import DraftConfig, read_config
 from domino_kit.eval.measure import Task, run_entry
 from domino_kit.eval.served import ServedAnswer, ask_all
 from domino_kit.serve.confirm import check_report, read_report
@@ -53,56 +55,89 @@ class Level:
         }
 
 
-def plan_engine(
+@dataclass(frozen=True)
+class Engine:
+    """A draft and the server that runs it: one to start (``plan``) or one that runs already."""
+
+    name: str
+    draft: Path
+    config: DraftConfig
+    block_size: int
+    plan: ServePlan | None
+    options: EngineOptions
+
+
+def prepare_engine(
     draft: str, target: str, device: str, dtype: str, options: EngineOptions
-) -> ServePlan:
-    """Check what can be checked before a start; raises ``ValueError``."""
-    if options.url is None and options.baseline_url is not None:
-        raise ValueError("--baseline-url needs --url, the server with the draft.")
-    if options.url is not None and options.extra:
+) -> Engine:
+    """Check what can be checked before a start, or ask the running server.
+
+    Raises ``ValueError`` in one sentence.
+    """
+    folder = resolve_folder(draft)
+    if options.url is None:
+        if options.baseline_url is not None:
+            raise ValueError("--baseline-url needs --url, the server with the draft.")
+        plan = plan_serve(
+            ServeOptions(draft, target, port=free_port(), device=device, dtype=dtype,
+                         extra=options.extra),
+            os.environ,
+        )  # fmt: skip
+        return Engine(draft_name(draft), folder, plan.config, plan.block_size, plan, options)
+    if options.extra:
         raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
-    return plan_serve(
-        ServeOptions(draft, target, port=free_port(), device=device, dtype=dtype,
-                     extra=options.extra),
-        os.environ,
-    )  # fmt: skip
+    config = read_config(folder / "config.json")
+    try:
+        report = read_report(_base(options.url))
+        check_report(report, folder, config)
+    except ServerError as error:
+        raise ValueError(f"{options.url}: {error}") from None
+    block_size = report["draft"]["block_size"]
+    return Engine(draft_name(draft), folder, config, block_size, None, options)
 
 
-def measure_served(
-    task: Task, plan: ServePlan, name: str, options: EngineOptions, say: Say
-) -> dict[str, Any]:
+def measure_served(task: Task, engine: Engine, say: Say) -> dict[str, Any]:
     """Answer all prompts at every concurrency, with and without the draft.
 
     Returns the report's served ``run``, the ``sweep``, the ``engine``'s facts, and the ``answers``.
     Raises ``ValueError`` if the server fails or serves another draft.
     """
+    options, plan = engine.options, engine.plan
     try:
-        with _server(options.url, plan.command, plan, say) as url:
+        with _server(options.url, plan, say, draft=True) as url:
             report = read_report(url)
-            check_report(report, plan)
-            drafted = _levels(url, task, options.concurrency, True, say)
+            wanted = {} if plan is None else {"dtype": plan.dtype}
+            check_report(
+                report, engine.draft, engine.config, block_size=engine.block_size, **wanted
+            )
+            drafted = _levels(url, task, options.concurrency, say)
             plain = None
-            if options.url is not None and options.baseline_url is None:
-                plain = _plain_requests(url, report, task, options.concurrency, say)
-        if plain is None and (options.url is None or options.baseline_url is not None):
-            command = without_draft(plan.command)
-            with _server(options.baseline_url, command, plan, say) as url:
-                plain = _levels(url, task, options.concurrency, True, say)
+            if plan is None and options.baseline_url is None and report["draft"]["plain_requests"]:
+                plain = _levels(url, task, options.concurrency, say, speculate=False)
+        if plan is not None or options.baseline_url is not None:
+            with _server(options.baseline_url, plan, say, draft=False) as url:
+                plain = _levels(url, task, options.concurrency, say)
     except ServerError as error:
         raise ValueError(str(error)) from None
-    return _report(task, plan, name, report, drafted, plain)
+    return _report(task, engine, report, drafted, plain)
 
 
 @contextmanager
-def _server(url: str | None, command: Sequence[str], plan: ServePlan, say: Say) -> Iterator[str]:
+def _server(url: str | None, plan: ServePlan | None, say: Say, *, draft: bool) -> Iterator[str]:
     """A running server's address, or a server of our own for the time of the block."""
     if url is not None:
-        yield url.rstrip("/").removesuffix("/v1")
+        yield _base(url)
         return
-    say("starting SGLang")
+    assert plan is not None
+    say(f"starting SGLang {'with' if draft else 'without'} the draft")
+    command = plan.command if draft else without_draft(plan.command)
     with Server(command, plan.environment, plan.host, plan.port, log=None) as server:
         server.wait_ready(START_SECONDS)
         yield server.url
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def without_draft(command: Sequence[str]) -> list[str]:
@@ -118,7 +153,7 @@ def without_draft(command: Sequence[str]) -> list[str]:
 
 
 def _levels(
-    url: str, task: Task, concurrency: Sequence[int], speculate: bool, say: Say
+    url: str, task: Task, concurrency: Sequence[int], say: Say, *, speculate: bool = True
 ) -> list[Level]:
     sampling: dict[str, Any] = {
         "temperature": task.sampling.temperature,
@@ -139,33 +174,23 @@ def _levels(
     return levels
 
 
-def _plain_requests(
-    url: str, report: dict[str, Any], task: Task, concurrency: Sequence[int], say: Say
-) -> list[Level] | None:
-    """The same prompts without the draft on the same server, where it can do that."""
-    if not report["draft"]["plain_requests"]:
-        return None
-    return _levels(url, task, concurrency, False, say)
-
-
 def _report(
     task: Task,
-    plan: ServePlan,
-    name: str,
+    engine: Engine,
     report: dict[str, Any],
     drafted: list[Level],
     plain: list[Level] | None,
 ) -> dict[str, Any]:
     first = drafted[0]
-    proposals = plan.block_size - 1
+    proposals = engine.block_size - 1
     counted = [answer.cut_histogram(proposals) for answer in first.answers]
     speed = first.numbers()["tokens_per_second"]
     run = run_entry(
         task,
-        draft=name,
-        head="domino" if plan.config.has_head else "none",
+        draft=engine.name,
+        head="domino" if engine.config.has_head else "none",
         mode="served",
-        block_size=plan.block_size,
+        block_size=engine.block_size,
         num_proposals=proposals,
         histograms=counted,
         accepted=[answer.accepted_runs for answer in first.answers],
@@ -182,7 +207,11 @@ def _report(
             for level in drafted
         ),
         "sweep": sweep(drafted, plain),
-        "engine": {**report, "command": plan.command, "dtype": plan.dtype, "device": plan.device},
+        "engine": {
+            **report,
+            "command": None if engine.plan is None else engine.plan.command,
+            "url": engine.options.url,
+        },
     }
 
 
@@ -197,7 +226,7 @@ def add_served(
     result["runs"].append(served["run"])
     plain = result.get("answers") or served["plain_answers"]
     result.setdefault("answers", served["answers"])
-    result.setdefault("dtype", served["engine"]["dtype"])
+    result.setdefault("dtype", served["engine"]["draft"]["dtype"])
     result["sweep"], result["engine"] = served["sweep"], served["engine"]
     if greedy and plain is not None:
         result["lossless"]["checked"] = True

@@ -11,13 +11,7 @@ from domino_kit.chat_template import prompt_ids, render
 from domino_kit.checkpoint import resolve_folder
 from domino_kit.contract import json_hash, library_versions, read_manifest
 from domino_kit.decoding import Sampling
-from domino_kit.eval.engine import (
-    EngineOptions,
-    add_served,
-    draft_name,
-    measure_served,
-    plan_engine,
-)
+from domino_kit.eval.engine import EngineOptions, add_served, measure_served, prepare_engine
 from domino_kit.eval.measure import Task, check_lengths, equal_proposals, load_candidates, measure
 from domino_kit.eval.prompt_set import Prompt, read_prompts
 from domino_kit.eval.report import (
@@ -73,6 +67,11 @@ class Options:
         return ["replay", "decode"] if self.mode == "both" else [self.mode]
 
     @property
+    def server(self) -> EngineOptions:
+        """The server to start or to ask."""
+        return EngineOptions(self.concurrency, self.url, self.baseline_url, self.extra)
+
+    @property
     def sampling(self) -> Sampling:
         """How the target samples."""
         return Sampling(self.temperature, self.top_p, self.top_k, self.proposals)
@@ -88,16 +87,16 @@ def run_evaluation(options: Options) -> int:
     prompts = read_prompts(options.prompts, options.limit)
     name, thinking = _target(options)
     device = choose_device(options.device)
-    plan = None
+    engine = None
     if options.engine != "hf":
-        plan = plan_engine(options.draft, name, device, options.dtype, _engine_options(options))
+        engine = prepare_engine(options.draft, name, device, options.dtype, options.server)
     tokenizer = load_tokenizer(name, options.trust_remote_code)
     task = Task(
         prompts=prompts,
         prompt_ids=[prompt_ids(tokenizer, prompt.messages, thinking) for prompt in prompts],
         max_new_tokens=options.max_new_tokens,
         end_tokens=[],
-        num_proposals=0 if plan is None else plan.block_size - 1,
+        num_proposals=0 if engine is None else engine.block_size - 1,
         batch_size=options.batch_size,
         sampling=options.sampling,
         seed=options.seed,
@@ -112,15 +111,10 @@ def run_evaluation(options: Options) -> int:
         result: dict[str, Any] = {"runs": [], "lossless": {"checked": False, "different": []}}
         if options.engine != "sglang":
             result = _measure_hf(options, task, facts, tokenizer, notes.print, status.update)
-        if plan is not None:
-            add_served(
-                result,
-                measure_served(
-                    task, plan, draft_name(options.draft), _engine_options(options), status.update
-                ),
-                [prompt.prompt_id for prompt in prompts],
-                greedy=options.sampling.greedy,
-            )
+        if engine is not None:
+            served = measure_served(task, engine, status.update)
+            ids = [prompt.prompt_id for prompt in prompts]
+            add_served(result, served, ids, greedy=options.sampling.greedy)
     report = {**facts, **_settings(options), **result}
     print_report(report, Console(markup=False))
     if options.output is not None:
@@ -149,10 +143,6 @@ def _check(options: Options) -> None:
     for path in (options.output, options.picture):
         if path is not None:  # better now than after the measurement
             path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _engine_options(options: Options) -> EngineOptions:
-    return EngineOptions(options.concurrency, options.url, options.baseline_url, options.extra)
 
 
 def _measure_hf(

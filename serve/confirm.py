@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from domino_kit.serve.plan import ServePlan
+from domino_kit.config import DraftConfig
 from domino_kit.serve.plugin import REPORT_KEY
 from domino_kit.serve.server import ServerError
 
@@ -51,8 +52,8 @@ def read_report(url: str) -> dict[str, Any]:
     return reports[0]
 
 
-def check_report(report: dict[str, Any], plan: ServePlan) -> None:
-    """Raise ``ServerError`` unless the server runs the draft as its config says."""
+def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wanted: Any) -> None:
+    """Raise ``ServerError`` unless the server runs the draft as its config, and ``wanted``, say."""
     if report["hooks_missing"]:
         raise ServerError(
             f"the plugin could not apply {report['hooks_missing']} to this SGLang; install a "
@@ -61,20 +62,18 @@ def check_report(report: dict[str, Any], plan: ServePlan) -> None:
     served = report["draft"]
     if served is None:
         raise ServerError("the server runs without a draft.")
-    config = plan.config
     expected = {
         "head": config.has_head,
-        "block_size": plan.block_size,
         "mask_token_id": config.mask_token_id,
         "shift_label": config.shift_label,
         "target_layer_ids": list(config.target_layer_ids),
-        "dtype": plan.dtype,
+        **wanted,
     }
-    for name, wanted in expected.items():
-        if served[name] != wanted:
+    for name, value in expected.items():
+        if served[name] != value:
             what = "the Domino head is not active" if name == "head" else "the draft is misread"
             raise ServerError(
-                f"{what}: the server has {name} {served[name]!r}, {plan.draft} says {wanted!r}."
+                f"{what}: the server has {name} {served[name]!r}, {draft} says {value!r}."
             )
 
 

@@ -232,6 +232,7 @@ def _cpu_flags(flags: Flags) -> list[str]:
         "--sampling-backend": ["pytorch"],
         "--disable-cuda-graph": [],
         "--disable-overlap-schedule": [],
+        "--sleep-on-idle": [],  # a scheduler that waits by spinning takes a whole core
     }.items():
         if flag not in flags:
             words += [flag, *value]

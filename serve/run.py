@@ -95,7 +95,7 @@ def _confirm(
 ) -> None:
     """Check the running server and print the ready lines."""
     report = read_report(server.url)
-    check_report(report, plan)
+    check_report(report, plan.draft, plan.config, block_size=plan.block_size, dtype=plan.dtype)
     head = "Domino head active" if plan.config.has_head else "plain DFlash, no head"
     notes.print(f"draft {plan.draft}: {head}, block {plan.block_size}, {plan.dtype}")
     if prompts:

@@ -127,4 +127,5 @@ def _is_cause(line: str) -> bool:
     """Whether a line of output looks like the reason for an end."""
     plain = line.strip()
     named = plain.split(":", 1)[0]
-    return (named.endswith(("Error", "Exception")) and " " not in named) or "crashed" in plain
+    raised = named.endswith(("Error", "Exception")) and " " not in named
+    return raised or ": error: " in plain or "crashed" in plain
