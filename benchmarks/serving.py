@@ -1,6 +1,7 @@
 """Served speed and the cost of a draft-verify cycle, by block size, against a plain server.
 
-One run starts a server without a draft and one for each block size, and asks the same prompts.
+For each block size, a server with the draft and one without run side by side and are asked the
+same prompts in turn.
 A draft's weights do not depend on its block, so one draft serves them all; only at the block that
 it was trained with does its acceptance mean anything.
 """
@@ -24,11 +25,12 @@ from domino_kit.contract import library_versions, read_manifest
 from domino_kit.eval.engine import without_draft
 from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.eval.served import ServedAnswer, ask_all
-from domino_kit.serve.plan import ServeOptions, free_port, plan_serve
+from domino_kit.serve.plan import ServeOptions, ServePlan, free_port, plan_serve
 from domino_kit.serve.server import Server
 from domino_kit.target import load_tokenizer
 
 START_SECONDS = 600
+Repeats = list[tuple[list[ServedAnswer], float]]
 
 
 def with_block(draft: Path, block: int, folder: Path) -> Path:
@@ -42,21 +44,33 @@ def with_block(draft: Path, block: int, folder: Path) -> Path:
 
 
 def measure(
-    command: list[str], environment: dict[str, str], port: int, prompts: list[list[int]],
-    tokens: int, concurrency: list[int], repeats: int,
-) -> dict[int, list[tuple[list[ServedAnswer], float]]]:  # fmt: skip
-    """Answers and seconds of every repeat, by concurrency."""
+    plan: ServePlan, prompts: list[list[int]], tokens: int, counts: list[int], repeats: int
+) -> dict[int, tuple[Repeats, Repeats]]:
+    """Answers and seconds with and without the draft, by concurrency.
+
+    Both servers run beside each other and are asked in turn, so that whatever else the machine
+    does falls on both; an idle one sleeps.
+    """
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    with Server(command, environment, "127.0.0.1", port, log=None) as server:
-        server.wait_ready(START_SECONDS)
-        ask_all(server.url, prompts[:1], sampling, 1)
-        return {
-            count: [ask_all(server.url, prompts, sampling, count) for _ in range(repeats)]
-            for count in concurrency
-        }
+    plain = without_draft(plan.command)
+    other = free_port()
+    plain[plain.index("--port") + 1] = str(other)
+    with (
+        Server(plan.command, plan.environment, plan.host, plan.port, log=None) as drafted,
+        Server(plain, plan.environment, plan.host, other, log=None) as undrafted,
+    ):
+        found: dict[int, tuple[Repeats, Repeats]] = {count: ([], []) for count in counts}
+        for server in (drafted, undrafted):
+            server.wait_ready(START_SECONDS)
+            ask_all(server.url, prompts[:1], sampling, 1)
+        for count in counts:
+            for _ in range(repeats):
+                for server, kept in zip((drafted, undrafted), found[count], strict=True):
+                    kept.append(ask_all(server.url, prompts, sampling, count))
+        return found
 
 
-def step_ms(measured: list[tuple[list[ServedAnswer], float]], concurrency: int) -> float:
+def step_ms(measured: Repeats, concurrency: int) -> float:
     """Milliseconds of one scheduler step: the median repeat's time over its steps.
 
     Steps run for up to ``concurrency`` requests at once.
@@ -67,14 +81,14 @@ def step_ms(measured: list[tuple[list[ServedAnswer], float]], concurrency: int) 
     )
 
 
-def speed(measured: list[tuple[list[ServedAnswer], float]]) -> float:
+def speed(measured: Repeats) -> float:
     """Tokens per second of the median repeat."""
     return statistics.median(
         sum(len(a.tokens) for a in answers) / seconds for answers, seconds in measured
     )
 
 
-def accept_length(measured: list[tuple[list[ServedAnswer], float]], proposals: int) -> float:
+def accept_length(measured: Repeats, proposals: int) -> float:
     """With the bonus token, over all requests whose last step is known."""
     counts = [a.cut_histogram(proposals) for a in measured[0][0]]
     known = [each for each in counts if each is not None]
@@ -105,28 +119,20 @@ def main(
     counts = [int(each) for each in concurrency.split(",")]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        plain = None
         for block in [int(each) for each in blocks.split(",")]:
             served = with_block(folder, block, Path(temporary))
             plan = plan_serve(ServeOptions(str(served), port=free_port(), device="cpu"), {})
-            if plain is None:
-                command = without_draft(plan.command)
-                plain = measure(
-                    command, plan.environment, plan.port, prompts, tokens, counts, repeats
-                )
-            found = measure(
-                plan.command, plan.environment, plan.port, prompts, tokens, counts, repeats
-            )
-            for count in counts:
+            measured = measure(plan, prompts, tokens, counts, repeats)
+            for count, (found, plain) in measured.items():
                 rows.append(
                     {
                         "block": block,
                         "concurrency": count,
-                        "tokens_per_second": speed(found[count]),
-                        "plain_tokens_per_second": speed(plain[count]),
-                        "accept_length": accept_length(found[count], block - 1),
-                        "cycle_ms": step_ms(found[count], count),
-                        "plain_step_ms": step_ms(plain[count], count),
+                        "tokens_per_second": speed(found),
+                        "plain_tokens_per_second": speed(plain),
+                        "accept_length": accept_length(found, block - 1),
+                        "cycle_ms": step_ms(found, count),
+                        "plain_step_ms": step_ms(plain, count),
                     }
                 )
                 print(json.dumps(rows[-1]), file=sys.stderr)
