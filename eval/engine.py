@@ -91,7 +91,7 @@ def prepare_engine(
         report = read_report(_base(options.url))
         check_report(report, folder, config)
     except ServerError as error:
-        raise ValueError(f"{options.url}: {error}") from None
+        raise ValueError(str(error)) from None
     block_size = report["draft"]["block_size"]
     return Engine(draft_name(draft), folder, config, block_size, None, options)
 
@@ -117,8 +117,8 @@ def measure_served(task: Task, engine: Engine, say: Say) -> dict[str, Any]:
         if plan is not None or options.baseline_url is not None:
             with _server(options.baseline_url, plan, say, draft=False) as url:
                 plain = _levels(url, task, options.concurrency, say)
-    except ServerError as error:
-        raise ValueError(str(error)) from None
+    except (ServerError, httpx.HTTPError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
     return _report(task, engine, report, drafted, plain)
 
 

@@ -1,5 +1,6 @@
 """What `domino serve` confirms once the server answers: the draft in use, and what it gains."""
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,11 @@ class Gain:
 
 def read_report(url: str) -> dict[str, Any]:
     """What the plugin says about the running server; raises ``ServerError`` if it says nothing."""
-    state = httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json()
+    try:
+        state = httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        raise ServerError(f"{url} is not an SGLang server that answers: {said[0]}.") from None
     reports = [each.get(REPORT_KEY) for each in state.get("internal_states") or [{}]]
     if None in reports:
         raise ServerError(

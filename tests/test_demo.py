@@ -12,10 +12,12 @@ from domino_kit.checkpoint import load_draft
 from domino_kit.decoding import generate
 from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.eval.report import disagreements
+from domino_kit.eval.served import ask_all
 from domino_kit.target import Target, end_token_ids, load_target_model, load_tokenizer
 from tests.command import domino
+from tests.serving import Pair, assert_served, expected, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.pretrained]
+pytestmark = [pytest.mark.slow, pytest.mark.pretrained, pytest.mark.sglang]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "run"
     result = domino("demo", "--output", folder, timeout=3000)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "same run at every step" in result.stdout
+    assert "replay, decode and served accept the same run at every step" in " ".join(
+        result.stdout.split()
+    )
+    assert "a chat completion, streamed through the openai client" in result.stdout
+    assert "the same draft, three ways" in result.stdout
     return folder
 
 
@@ -36,7 +42,7 @@ def report(demo: Path) -> dict[str, Any]:
 def test_replay_and_decode_agree_at_every_step(report: dict[str, Any]) -> None:
     assert disagreements(report) == []
     assert report["lossless"] == {"checked": True, "different": []}
-    assert len(report["runs"]) == 6
+    assert len(report["runs"]) == 7
     assert len(report["runs"][0]["prompts"]) >= 20
 
 
@@ -46,6 +52,35 @@ def test_the_causal_head_earns_its_place(report: dict[str, Any]) -> None:
         assert lengths["domino", mode] > lengths["off", mode]
         assert lengths["domino", mode] > lengths["none", mode]
         assert lengths["domino", mode] > 2.0
+
+
+def test_served_is_what_was_measured_offline(report: dict[str, Any]) -> None:
+    """24 prompts of 96 tokens through the real engine, eight at a time."""
+    own = {run["mode"]: run for run in report["runs"] if run["head"] == "domino"}
+    assert set(own) == {"replay", "decode", "served"}
+    assert own["served"]["uncounted_requests"] == 0
+    for place, prompt in enumerate(own["served"]["prompts"]):
+        assert prompt["histogram"] == own["replay"]["prompts"][place]["histogram"]
+    assert report["engine"]["draft"]["head"] is True
+    assert report["engine"]["draft"]["candidate_pool_size"] == 0
+    assert report["engine"]["hooks_missing"] == []
+    assert report["sweep"]["levels"][0]["concurrency"] == 8
+    assert report["sweep"]["levels"][0]["ratio"] > 0
+
+
+def test_served_alone_with_pages_chunks_and_a_warm_cache(demo: Path, demo_target: Path) -> None:
+    """One at a time, in pieces of 16; then eight at a time, with every prompt in the cache."""
+    pair = Pair(demo_target, demo / "domino")
+    tokenizer = load_tokenizer(str(demo_target), False)
+    source = str(Path(__file__).parent.parent / "eval/prompts/demo_heldout.jsonl")
+    prompts = [prompt_ids(tokenizer, prompt.messages, None) for prompt in read_prompts(source, 24)]
+    wanted = expected(pair, prompts, 96, [2])
+    greedy = {"temperature": 0, "max_new_tokens": 96}
+    flags = ("--page-size", "16", "--chunked-prefill-size", "16", "--log-level", "warning")
+    with serving(pair, *flags) as server:
+        for concurrency in (1, 8):
+            answers, _ = ask_all(server.url, prompts, greedy, concurrency)
+            assert_served(answers, wanted, 5)
 
 
 def test_drafts_are_compared_at_equal_proposals_and_data(

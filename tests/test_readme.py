@@ -14,7 +14,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = {
     "make demo": "test_demo.py runs `domino demo`, all that this target adds to its set-up",
     "make test": "this very suite",
-    "pip install .": "the set-up of `make venv` installs the same package",
+    "pip install '.[serve]'": "the set-up of `make venv` installs the same package",
+    "domino serve --draft runs/qwen3-8b": "test_serve_command.py runs it with a small draft",
+    "domino eval-acceptance --draft runs/qwen3-8b --prompts gsm8k --engine sglang "
+    "--concurrency 1,4,16": "test_eval_engine.py runs it with a small draft",
 }
 SMALL = (
     "draft.num_layers=1", "draft.target_layer_ids=[0,2]", "draft.block_size=4",
