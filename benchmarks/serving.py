@@ -70,13 +70,10 @@ def measure(
         return found
 
 
-def step_ms(measured: Repeats, concurrency: int) -> float:
-    """Milliseconds of one scheduler step: the median repeat's time over its steps.
-
-    Steps run for up to ``concurrency`` requests at once.
-    """
+def step_ms(measured: Repeats) -> float:
+    """Milliseconds of one step of requests asked one at a time, in the median repeat."""
     return 1e3 * statistics.median(
-        seconds / (sum(a.verify_steps or len(a.tokens) - 1 for a in answers) / concurrency)
+        seconds / sum(a.verify_steps or len(a.tokens) - 1 for a in answers)
         for answers, seconds in measured
     )
 
@@ -131,8 +128,8 @@ def main(
                         "tokens_per_second": speed(found),
                         "plain_tokens_per_second": speed(plain),
                         "accept_length": accept_length(found, block - 1),
-                        "cycle_ms": step_ms(found, count),
-                        "plain_step_ms": step_ms(plain, count),
+                        "cycle_ms": step_ms(found) if count == 1 else None,
+                        "plain_step_ms": step_ms(plain) if count == 1 else None,
                     }
                 )
                 print(json.dumps(rows[-1]), file=sys.stderr)
@@ -154,9 +151,15 @@ def _print(rows: list[dict[str, Any]], draft: Path) -> None:
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['tokens_per_second'] / row['plain_tokens_per_second']:.2f}",
             f"{row['accept_length']:.2f}",
-            f"{row['cycle_ms']:.1f}",
-            f"{row['plain_step_ms']:.1f}",
-            f"{row['cycle_ms'] / row['plain_step_ms']:.2f}",
+            *(
+                (
+                    f"{row['cycle_ms']:.1f}",
+                    f"{row['plain_step_ms']:.1f}",
+                    f"{row['cycle_ms'] / row['plain_step_ms']:.2f}",
+                )
+                if row["cycle_ms"] is not None
+                else ("", "", "")
+            ),
         )
     Console().print(table)
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class RecipeCommand(click.Command):
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="domino-kit", prog_name="domino")
 def domino() -> None:
-    """Train Domino drafts for speculative decoding and measure what they give."""
+    """Train Domino drafts for speculative decoding, serve them, and measure what they give."""
 
 
 @domino.command(cls=RecipeCommand)
@@ -111,11 +111,12 @@ def eval_acceptance(**options: Any) -> None:
 
     With --engine sglang or both, a server is started (flags after -- go to SGLang) or --url asked.
 
-    Exit status: 0; 1 if an answer or a run differs, or the acceptance is too low; 2 on bad input.
+    Exit status: 0; 1 if an answer or a run differs, the acceptance is too low or a server fails;
+    2 on bad input.
     """
     from domino_kit.eval.run import Options, run_evaluation
 
-    raise SystemExit(run_evaluation(Options(**options)))
+    raise SystemExit(_served(lambda: run_evaluation(Options(**options))))
 
 
 @domino.command()
@@ -167,7 +168,18 @@ def demo(output: Path, seed: int, steps: int | None, limit: int | None) -> None:
     """Train a DFlash and a Domino draft for a small chat model and compare them, on a CPU."""
     from domino_kit.demo import run_demo
 
-    raise SystemExit(run_demo(output, seed, steps, limit))
+    raise SystemExit(_served(lambda: run_demo(output, seed, steps, limit)))
+
+
+def _served(run: Callable[[], int]) -> int:
+    """The exit status of ``run``: 1, with one line, if a server that it needs fails."""
+    from domino_kit.serve.server import ServerError
+
+    try:
+        return run()
+    except ServerError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 1
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import domino_kit
 from domino_kit.demo_target import ensure_demo_target
 from domino_kit.eval.run import Options, run_evaluation
 from domino_kit.serve.plan import ServeOptions, free_port, plan_serve
-from domino_kit.serve.server import Server, ServerError
+from domino_kit.serve.server import Server
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.memory import describe_run
 from domino_kit.train.recipe import read_recipe
@@ -83,10 +83,7 @@ def finish(output: Path, limit: int | None, console: Console) -> int:
         return compare(output, limit, None)
     console.print("starting a real SGLang server with the Domino draft")
     with Server(plan.command, plan.environment, plan.host, plan.port, log=None) as server:
-        try:
-            server.wait_ready(START_SECONDS)
-        except ServerError as error:
-            raise ValueError(str(error)) from None
+        server.wait_ready(START_SECONDS)
         status = compare(output, limit, server.url)
         console.print("\na chat completion, streamed through the openai client:")
         stream_completion(server.url)

@@ -12,9 +12,10 @@ import httpx
 
 from domino_kit.checkpoint import resolve_folder
 from domino_kit.config import DraftConfig, read_config
-from domino_kit.eval.measure import Task, run_entry
+from domino_kit.eval.measure import Task, run_entry, short_name
 from domino_kit.eval.served import ServedAnswer, ask_all
 from domino_kit.serve.confirm import check_report, read_report
+from domino_kit.serve.flags import POOL_FLAG, read_flags, whole_number
 from domino_kit.serve.plan import ServeOptions, ServePlan, free_port, plan_serve
 from domino_kit.serve.server import Server, ServerError
 
@@ -68,11 +69,19 @@ class Engine:
 
 
 def prepare_engine(
-    draft: str, target: str, device: str, dtype: str, options: EngineOptions
+    draft: str,
+    target: str,
+    device: str,
+    dtype: str,
+    options: EngineOptions,
+    *,
+    compared: bool,
+    warn: Say,
 ) -> Engine:
-    """Check what can be checked before a start, or ask the running server.
+    """Check what can be checked before a start, or ask the running servers.
 
-    Raises ``ValueError`` in one sentence.
+    ``compared`` says that runs are compared with replay and decode, which propose the whole block
+    from the whole vocabulary. Raises ``ValueError`` in one sentence, ``ServerError`` for a server.
     """
     folder = resolve_folder(draft)
     if options.url is None:
@@ -83,26 +92,48 @@ def prepare_engine(
                          extra=options.extra),
             os.environ,
         )  # fmt: skip
-        return Engine(draft_name(draft), folder, plan.config, plan.block_size, plan, options)
-    if options.extra:
-        raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
-    config = read_config(folder / "config.json")
-    try:
+        for note in plan.notes:
+            warn(f"warning: {note}")
+        config, block_size = plan.config, plan.block_size
+        pool = whole_number(read_flags(options.extra), POOL_FLAG, 0, lowest=0)
+    else:
+        if options.extra:
+            raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
+        plan, config = None, read_config(folder / "config.json")
         report = read_report(_base(options.url))
         check_report(report, folder, config)
-    except ServerError as error:
-        raise ValueError(str(error)) from None
-    block_size = report["draft"]["block_size"]
-    return Engine(draft_name(draft), folder, config, block_size, None, options)
+        block_size = report["draft"]["block_size"]
+        pool = report["draft"]["candidate_pool_size"]
+        if options.baseline_url is not None:
+            _check_baseline(_base(options.baseline_url))
+    if compared and (block_size != config.block_size or pool):
+        raise ValueError(
+            f"--engine both compares with a block of {config.block_size} and the whole vocabulary, "
+            f"but block {block_size} and candidate pool {pool} are served; serve the draft's own, "
+            "or use --engine sglang."
+        )
+    return Engine(short_name(draft), folder, config, block_size, plan, options)
+
+
+def _check_baseline(url: str) -> None:
+    """Raise ``ServerError`` unless a server without a draft answers there."""
+    try:
+        state = httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json()
+        algorithm = state["internal_states"][0].get("speculative_algorithm")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
+        raise ServerError(f"--baseline-url {url} is not an SGLang server that answers.") from None
+    if algorithm is not None:
+        raise ServerError(f"--baseline-url {url} runs a draft ({algorithm}); it must run without.")
 
 
 def measure_served(task: Task, engine: Engine, say: Say) -> dict[str, Any]:
     """Answer all prompts at every concurrency, with and without the draft.
 
     Returns the report's served ``run``, the ``sweep``, the ``engine``'s facts, and the ``answers``.
-    Raises ``ValueError`` if the server fails or serves another draft.
+    Raises ``ServerError`` if a server fails, or runs a draft with another config.
     """
     options, plan = engine.options, engine.plan
+    counts = sorted(set(options.concurrency))
     try:
         with _server(options.url, plan, say, draft=True) as url:
             report = read_report(url)
@@ -110,15 +141,15 @@ def measure_served(task: Task, engine: Engine, say: Say) -> dict[str, Any]:
             check_report(
                 report, engine.draft, engine.config, block_size=engine.block_size, **wanted
             )
-            drafted = _levels(url, task, options.concurrency, say)
+            drafted = _levels(url, task, counts, say)
             plain = None
             if plan is None and options.baseline_url is None and report["draft"]["plain_requests"]:
-                plain = _levels(url, task, options.concurrency, say, speculate=False)
+                plain = _levels(url, task, counts, say, speculate=False)
         if plan is not None or options.baseline_url is not None:
             with _server(options.baseline_url, plan, say, draft=False) as url:
-                plain = _levels(url, task, options.concurrency, say)
-    except (ServerError, httpx.HTTPError) as error:
-        raise ValueError(str(error) or type(error).__name__) from None
+                plain = _levels(url, task, counts, say)
+    except httpx.HTTPError as error:
+        raise ServerError(f"a server stopped answering: {error}") from None
     return _report(task, engine, report, drafted, plain)
 
 
@@ -130,9 +161,13 @@ def _server(url: str | None, plan: ServePlan | None, say: Say, *, draft: bool) -
         return
     assert plan is not None
     say(f"starting SGLang {'with' if draft else 'without'} the draft")
-    command = plan.command if draft else without_draft(plan.command)
-    with Server(command, plan.environment, plan.host, plan.port, log=None) as server:
+    command = list(plan.command) if draft else without_draft(plan.command)
+    port = free_port()  # the plan's own may have been taken since
+    command[command.index("--port") + 1] = str(port)
+    with Server(command, plan.environment, plan.host, port, log=None) as server:
         server.wait_ready(START_SECONDS)
+        if draft and read_report(server.url)["process_group"] != server.pid:
+            raise ServerError(f"another server answers at {server.url}; try again.")
         yield server.url
 
 
@@ -243,7 +278,7 @@ def add_served(
 def sweep(drafted: list[Level], plain: list[Level] | None) -> dict[str, Any]:
     """Speed by concurrency with and without the draft, and where speculation stops paying.
 
-    ``stops_paying_at`` is the first measured concurrency at which the server with the draft is
+    ``stops_paying_at`` is the measured concurrency from which on the server with the draft is
     slower; ``None`` if there is none, or nothing to compare with.
     """
     rows = []
@@ -253,11 +288,9 @@ def sweep(drafted: list[Level], plain: list[Level] | None) -> dict[str, Any]:
             row["plain"] = plain[place].numbers()
             row["ratio"] = row["served"]["tokens_per_second"] / row["plain"]["tokens_per_second"]
         rows.append(row)
-    slower = [row["concurrency"] for row in rows if row.get("ratio", 1.0) < 1.0]
-    return {"levels": rows, "stops_paying_at": slower[0] if slower else None}
-
-
-def draft_name(draft: str) -> str:
-    """A short name for tables: the folder's."""
-    folder = Path(draft).expanduser().resolve()
-    return f"{folder.parent.name}/{folder.name}" if folder.name.startswith("step-") else folder.name
+    stops = None
+    for row in reversed(rows):
+        if row.get("ratio", 1.0) >= 1.0:
+            break
+        stops = row["concurrency"]
+    return {"levels": rows, "stops_paying_at": stops}

@@ -102,14 +102,16 @@ def _check_fit(source: str, model: DominoDraft, target: Target) -> None:
             )
 
 
-def _name(source: str, candidates: list[Candidate]) -> str:
-    """A short name for tables, the folder's, made unique."""
+def short_name(source: str) -> str:
+    """A short name for tables: the draft's folder."""
     folder = Path(source).expanduser().resolve()
-    name = folder.name
-    if name.startswith("step-"):
-        name = f"{folder.parent.name}/{name}"
-    taken = {candidate.name for candidate in candidates}
-    return name if name not in taken else source
+    return f"{folder.parent.name}/{folder.name}" if folder.name.startswith("step-") else folder.name
+
+
+def _name(source: str, candidates: list[Candidate]) -> str:
+    """The short name, or the whole path where that is taken."""
+    name = short_name(source)
+    return source if name in {candidate.name for candidate in candidates} else name
 
 
 def equal_proposals(candidates: list[Candidate], wanted: int | None) -> int:
@@ -119,7 +121,10 @@ def equal_proposals(candidates: list[Candidate], wanted: int | None) -> int:
     """
     least = min(candidate.model.config.num_proposals for candidate in candidates)
     if wanted is not None and not 1 <= wanted <= least:
-        raise ValueError(f"--num-proposals {wanted}: these drafts allow 1 to {least}.")
+        raise ValueError(
+            f"{wanted} proposals a step (--num-proposals, or what a server drafts) are too many: "
+            f"these drafts allow 1 to {least}."
+        )
     return wanted or least
 
 

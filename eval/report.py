@@ -144,6 +144,9 @@ def agreement(report: dict[str, Any]) -> str:
     modes = list(dict.fromkeys(run["mode"] for run in report["runs"]))
     if len(modes) > 1:
         names = f"{', '.join(modes[:-1])} and {modes[-1]}"
+        lost = sum(run["uncounted_requests"] for run in report["runs"])
+        if lost:
+            names = f"({lost} served requests cannot be compared) {names}"
         lines.append(
             f"{names} accept the same run at every step"
             if not apart

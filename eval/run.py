@@ -1,10 +1,12 @@
 """`domino eval-acceptance`: load everything, measure, report."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 
 from domino_kit.chat_template import prompt_ids, render
@@ -69,7 +71,9 @@ class Options:
     @property
     def server(self) -> EngineOptions:
         """The server to start or to ask."""
-        return EngineOptions(self.concurrency, self.url, self.baseline_url, self.extra)
+        trust = ("--trust-remote-code",) if self.trust_remote_code and self.url is None else ()
+        extra = (*trust, *self.extra)
+        return EngineOptions(self.concurrency, self.url, self.baseline_url, extra)
 
     @property
     def sampling(self) -> Sampling:
@@ -89,7 +93,10 @@ def run_evaluation(options: Options) -> int:
     device = choose_device(options.device)
     engine = None
     if options.engine != "hf":
-        engine = prepare_engine(options.draft, name, device, options.dtype, options.server)
+        engine = prepare_engine(
+            options.draft, name, device, options.dtype, options.server,
+            compared=options.engine == "both", warn=notes.print,
+        )  # fmt: skip
     tokenizer = load_tokenizer(name, options.trust_remote_code)
     task = Task(
         prompts=prompts,
@@ -137,8 +144,8 @@ def _check(options: Options) -> None:
         raise ValueError("--compare needs --engine hf or both: a server serves one draft.")
     if options.engine != "hf" and options.num_proposals is not None:
         raise ValueError(
-            "--num-proposals does not go with a server; set the served block with: -- "
-            "--speculative-num-draft-tokens N"
+            "--num-proposals does not go with a server, which drafts its block; leave it out (with "
+            "--engine sglang, a shorter block is: -- --speculative-num-draft-tokens N)."
         )
     for path in (options.output, options.picture):
         if path is not None:  # better now than after the measurement
@@ -175,7 +182,11 @@ def _measure_hf(
     )
     check_lengths(task, candidates)
     dtype = str(hf_model.dtype).removeprefix("torch.")
-    return {"dtype": dtype, **measure(task, candidates, options.modes, say)}
+    result = {"dtype": dtype, **measure(task, candidates, options.modes, say)}
+    del hf_model, candidates
+    gc.collect()
+    torch.cuda.empty_cache()  # a server that starts now needs the memory
+    return result
 
 
 def _target(options: Options) -> tuple[str, bool | None]:
@@ -217,7 +228,8 @@ def _settings(options: Options) -> dict[str, Any]:
 
 def _status(report: dict[str, Any], min_accept_length: float | None, notes: Console) -> int:
     failed = False
-    exact = report["dtype"] == "float32"
+    dtypes = {report["dtype"], report.get("engine", report).get("draft", report)["dtype"]}
+    exact = dtypes == {"float32"}
     if exact and (report["lossless"]["different"] or disagreements(report)):
         notes.print("failed: in float32, answers and accepted runs must be equal")
         failed = True

@@ -53,8 +53,11 @@ class ServedAnswer:
         """Steps by accepted drafts under that same rule, or ``None`` if it cannot be known.
 
         The engine counts all drafts of the last step. Which bin that is follows from the stream,
-        or is clear when only one bin can have produced the surplus.
+        or is clear when only one bin can have produced the surplus. A request that was retracted
+        has steps that no other way of decoding has.
         """
+        if self.prefills != 1:
+            return None
         counts = list(self.histogram or [])
         counts += [0] * (num_proposals + 1 - len(counts))
         if self.surplus == 0:

@@ -32,6 +32,7 @@ class Gain:
     accept_length: float
     speed: float
     plain_speed: float | None
+    same_answers: bool = True
 
     @property
     def cycle_cost(self) -> float | None:
@@ -48,7 +49,8 @@ def read_report(url: str) -> dict[str, Any]:
     except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError) as error:
         said = str(error).splitlines() or [type(error).__name__]
         raise ServerError(f"{url} is not an SGLang server that answers: {said[0]}.") from None
-    reports = [each.get(REPORT_KEY) for each in state.get("internal_states") or [{}]]
+    states = state.get("internal_states") if isinstance(state, dict) else None
+    reports = [each.get(REPORT_KEY) for each in states or [{}]]
     if None in reports:
         raise ServerError(
             "domino-kit's plugin is not active in the server, so nothing about the draft is "
@@ -82,32 +84,41 @@ def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wan
             )
 
 
-def measure_gain(url: str, prompts: list[list[int]], max_new_tokens: int, plain: bool) -> Gain:
+def measure_gain(
+    url: str, prompts: list[list[int]], max_new_tokens: int, *, plain: bool, exact: bool
+) -> Gain | None:
     """Answer each prompt greedily, with and (``plain``) without the draft.
 
-    ``prompts`` are token ids. The first prompt is sent once before, unmeasured. Raises
-    ``ServerError`` if the answers differ or the server reports no verify steps.
+    ``prompts`` are token ids. The first prompt is sent once before, unmeasured. ``None`` if every
+    answer has one token only, which comes from the prefill. Raises ``ServerError`` if the server
+    reports no verify steps, or (``exact``) if answers differ; httpx's errors pass through.
     """
     _ask(url, prompts[0], max_new_tokens, speculate=True)
     answers, seconds = _ask_all(url, prompts, max_new_tokens, speculate=True)
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     steps = sum(answer["meta_info"].get("spec_verify_ct", 0) for answer in answers)
+    if tokens == len(prompts):
+        return None
     if steps == 0:
         raise ServerError("the server reports no verify step: it is not speculating.")
-    plain_speed = None
-    if plain:
-        own, plain_seconds = _ask_all(url, prompts, max_new_tokens, speculate=False)
-        if [each["output_ids"] for each in own] != [each["output_ids"] for each in answers]:
-            raise ServerError(
-                "greedy answers differ with and without the draft; do not use this server."
-            )
-        plain_speed = tokens / plain_seconds
-    return Gain((tokens - len(prompts)) / steps, tokens / seconds, plain_speed)
+    length, speed = (tokens - len(prompts)) / steps, tokens / seconds
+    if not plain:
+        return Gain(length, speed, None)
+    own, plain_seconds = _ask_all(url, prompts, max_new_tokens, speculate=False)
+    same = [each["output_ids"] for each in own] == [each["output_ids"] for each in answers]
+    if exact and not same:
+        raise ServerError(
+            "greedy answers differ with and without the draft; do not use this server."
+        )
+    plain_tokens = sum(each["meta_info"]["completion_tokens"] for each in own)
+    return Gain(length, speed, plain_tokens / plain_seconds, same)
 
 
 def _ask_all(
     url: str, prompts: list[list[int]], max_new_tokens: int, *, speculate: bool
 ) -> tuple[list[dict[str, Any]], float]:
+    # Prompts of an earlier round would be found in the prefix cache.
+    httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
     started = time.perf_counter()
     answers = [_ask(url, prompt, max_new_tokens, speculate=speculate) for prompt in prompts]
     return answers, time.perf_counter() - started
@@ -118,10 +129,7 @@ def _ask(url: str, prompt: list[int], max_new_tokens: int, *, speculate: bool) -
     if not speculate:
         sampling["custom_params"] = {"speculate": False}
     body = {"input_ids": prompt, "sampling_params": sampling}
-    try:
-        response = httpx.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
-    except httpx.TransportError as error:
-        raise ServerError(f"the server did not answer a request: {error}.") from None
+    response = httpx.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
     if response.status_code != 200:
         raise ServerError(f"the server refused a greedy request: {response.text[:300]}")
     return response.json()

@@ -4,11 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from domino_kit.serve.plugin import PLATFORM_NAME
-
-DEFAULT_POOL_TOKENS = 32768
-"""Slots of the KV pool unless ``--max-total-tokens`` says otherwise: SGLang would size it by the
-machine's memory as if that were a GPU's, and take most of it."""
+from domino_kit.serve.plugin import CPU_POOL_TOKENS, PLATFORM_NAME
 
 
 def set_cpu_defaults(server_args: Any, previous: Any) -> None:
@@ -20,12 +16,13 @@ def set_cpu_defaults(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     given = resolving_view(server_args)
+    default_pool = CPU_POOL_TOKENS if given.mem_fraction_static is None else None
     declare_resolution(
         server_args,
         PLATFORM_NAME,
         attention_backend=given.attention_backend or PLATFORM_NAME,
         sampling_backend="pytorch",
-        max_total_tokens=given.max_total_tokens or DEFAULT_POOL_TOKENS,
+        max_total_tokens=given.max_total_tokens or default_pool,
         disable_overlap_schedule=True,  # a CPU has nothing to overlap with
     )
 

@@ -45,6 +45,9 @@ FOREIGN = (
 
 FOREIGN_PREFIXES = ("--speculative-ngram-", "--speculative-dspark-")
 
+SECURED = ("--api-key", "--admin-api-key", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
+"""Flags after which the server could not be confirmed: it is asked over plain HTTP, without a key."""
+
 BLOCK_FLAGS = ("--speculative-num-draft-tokens", "--speculative-dflash-block-size")
 POOL_FLAG = "--speculative-domino-candidate-pool-size"
 CPU_ATTENTION = (
@@ -56,6 +59,7 @@ CPU_ATTENTION = (
 READ = (
     *OWNED,
     *FOREIGN,
+    *SECURED,
     *BLOCK_FLAGS,
     *CPU_ATTENTION,
     POOL_FLAG,
@@ -148,6 +152,11 @@ def _check_owned(flags: Flags) -> None:
     for flag in flags:
         if flag in OWNED:
             raise ValueError(f"{flag} after -- is set by domino serve itself; {OWNED[flag]}.")
+        if flag in SECURED:
+            raise ValueError(
+                f"{flag} keeps domino serve from confirming what the server runs; put a proxy in "
+                "front of it, or start SGLang yourself with the line that --print-command shows."
+            )
         if flag in FOREIGN or flag.startswith(FOREIGN_PREFIXES):
             raise ValueError(
                 f"{flag} belongs to other kinds of draft; this one proposes a block, whose length "

@@ -24,14 +24,13 @@ from domino_kit.serve.flags import (
     check_flags,
     read_flags,
 )
-from domino_kit.serve.plugin import PLATFORM_NAME
+from domino_kit.serve.plugin import CPU_POOL_TOKENS, PLATFORM_NAME
 
 if TYPE_CHECKING:
     from domino_kit.contract import Manifest
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CPU_POOL_TOKENS = 32768
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from domino_kit.serve.versions import check_version
 
 PLATFORM_NAME = "domino_cpu"
 REPORT_KEY = "domino_kit"
+CPU_POOL_TOKENS = 32768
+"""Slots of a CPU server's KV pool unless flags say otherwise: SGLang would size it by the machine's
+memory as if that were a GPU's, and take most of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +127,9 @@ def keep_precision(kwargs: dict[str, Any], runner: Any, forward_batch: Any, *_: 
     The embeddings are the target's own rows, so in float32 the rounding makes the served draft
     see other inputs than the trained one.
     """
-    if runner.is_draft_worker and "input_embeds" in kwargs:
-        kwargs["input_embeds"] = forward_batch.input_embeds.to(runner.dtype)
+    embeds = forward_batch.input_embeds
+    if embeds is not None and runner.is_draft_worker and runner.spec_algorithm.is_dflash():
+        kwargs["input_embeds"] = embeds.to(runner.dtype)
 
 
 def add_report(output: Any, controller: Any, *_: Any) -> None:
@@ -141,6 +145,7 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
     report: dict[str, Any] = {
         "version": __version__,
         "platform": current_platform.device_name,
+        "process_group": os.getpgrp(),
         "hooks_missing": sorted(set(HookRegistry._hooks) - HookRegistry._patched),
     }
     worker = scheduler.draft_worker

@@ -2,16 +2,14 @@
 
 import json
 import os
-import signal
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 from rich.console import Console
 
 from domino_kit.serve.confirm import PROMPTS, Gain, check_report, measure_gain, read_report
 from domino_kit.serve.plan import ServeOptions, ServePlan, plan_serve
-from domino_kit.serve.server import Server, ServerError
+from domino_kit.serve.server import Server, ServerError, Stopped
 
 REFUSED_ON_CPU = (
     "frequency, presence and repetition penalties, min_new_tokens, custom logit processors, "
@@ -26,10 +24,6 @@ class Confirm:
     tokens: int = 64
     prompts: str | None = None
     limit: int = 4
-
-
-class _Stopped(BaseException):
-    """Raised in the main thread by SIGINT or SIGTERM."""
 
 
 def run_serve(
@@ -47,30 +41,23 @@ def run_serve(
         print(plan.shell_line())
         return 0
     prompts = _load_prompts(plan, confirm)
-    previous = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    for number, _ in previous:
-        signal.signal(number, _stop)
     try:
         with Server(plan.command, plan.environment, plan.host, plan.port) as server:
             server.wait_ready(start_seconds)
-            _confirm(server, plan, prompts, confirm, notes)
+            try:
+                _confirm(server, plan, prompts, confirm, notes)
+            except httpx.HTTPError as error:
+                if server.ended(within=10):
+                    raise ServerError(server.why_ended()) from None
+                raise ServerError(f"the server did not answer as it should: {error}") from None
             server.wait()
             raise ServerError(server.why_ended())
-    except _Stopped:
+    except Stopped:
         notes.print("stopped")
         return 0
     except ServerError as error:
         notes.print(f"Error: {error}")
         return 1
-    finally:
-        for number, handler in previous:
-            signal.signal(number, handler)
-
-
-def _stop(*_: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
-    raise _Stopped
 
 
 def _load_prompts(plan: ServePlan, confirm: Confirm) -> list[list[int]]:
@@ -95,12 +82,16 @@ def _confirm(
 ) -> None:
     """Check the running server and print the ready lines."""
     report = read_report(server.url)
+    if report["process_group"] != server.pid:
+        raise ServerError(f"another server answers at {server.url}; give another --port.")
     check_report(report, plan.draft, plan.config, block_size=plan.block_size, dtype=plan.dtype)
     head = "Domino head active" if plan.config.has_head else "plain DFlash, no head"
     notes.print(f"draft {plan.draft}: {head}, block {plan.block_size}, {plan.dtype}")
     if prompts:
         plain = bool(report["draft"]["plain_requests"])
-        for line in describe_gain(measure_gain(server.url, prompts, confirm.tokens, plain)):
+        exact = plan.dtype == "float32"
+        gain = measure_gain(server.url, prompts, confirm.tokens, plain=plain, exact=exact)
+        for line in describe_gain(gain):
             notes.print(line)
     if plan.device == "cpu":
         notes.print(f"refused per request on a CPU: {REFUSED_ON_CPU}")
@@ -108,8 +99,10 @@ def _confirm(
         notes.print(line)
 
 
-def describe_gain(gain: Gain) -> list[str]:
+def describe_gain(gain: Gain | None) -> list[str]:
     """The measured gain in words; a warning if speculation does not pay."""
+    if gain is None:
+        return ["acceptance was not measured: every answer had one token, which needs no draft"]
     lines = [
         f"acceptance length {gain.accept_length:.2f} (bonus token counted), "
         f"{gain.speed:.1f} tokens/s one request at a time"
@@ -119,6 +112,11 @@ def describe_gain(gain: Gain) -> list[str]:
         return lines
     ratio = gain.speed / gain.plain_speed
     lines[0] += f"; plain decoding {gain.plain_speed:.1f} tokens/s, so {ratio:.2f} times as fast"
+    if not gain.same_answers:
+        lines.append(
+            "warning: some greedy answers differ with and without the draft, as rounding in this "
+            "dtype allows"
+        )
     lines.append(f"one draft-verify cycle costs {cost:.2f} plain steps: the break-even acceptance")
     if gain.accept_length < cost:
         lines.append(

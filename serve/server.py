@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 import httpx
 
@@ -17,16 +17,22 @@ STOP_SECONDS = 5.0
 """How long SGLang gets to end by itself before it is killed."""
 
 TAIL_LINES = 200
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ServerError(RuntimeError):
     """The server did not start, or ended by itself."""
 
 
-class Server:
-    """One SGLang server. Use as a context manager; leaving it stops every process.
+class Stopped(KeyboardInterrupt):
+    """SIGINT, SIGTERM or SIGHUP arrived while a server was running."""
 
-    Its output is passed on line by line to ``log`` (``None``: kept for error messages only).
+
+class Server:
+    """One SGLang server, running inside a ``with`` block; leaving it stops every process.
+
+    Its output is passed on line by line to ``log`` (``None``: kept for error messages only). In
+    the main thread, SIGINT, SIGTERM and SIGHUP end the block with :class:`Stopped`.
     """
 
     def __init__(
@@ -38,13 +44,22 @@ class Server:
         log: IO[str] | None = sys.stderr,
     ) -> None:
         self.url = f"http://{_reachable(host)}:{port}"
-        self._log = log
+        self._command, self._environment, self._log = command, environment, log
+        self._logged = log is not None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._handlers: dict[int, Any] = {}
+        self._armed = False  # whether a signal may raise now
+        self._asked = False  # whether one has come
+
+    def __enter__(self) -> "Server":
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._handlers[number] = signal.signal(number, self._on_signal)
         # A session of its own: its processes form one group, which can be stopped as a whole, and
         # Ctrl-C in the terminal reaches only us.
         self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            self._command,
+            env={**os.environ, **self._environment, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -54,20 +69,36 @@ class Server:
         )
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
         self._reader.start()
-
-    def __enter__(self) -> "Server":
+        if self._asked:
+            self.__exit__()
+            raise Stopped
+        self._armed = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._armed = False  # a second Ctrl-C must not interrupt the stopping
+        try:
+            self.stop()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, *_: object) -> None:
+        self._asked = True
+        if self._armed:
+            self._armed = False
+            raise Stopped
 
     def _pass_on(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._tail.append(line.rstrip("\n"))
             if self._log is not None:
-                self._log.write(line)
-                self._log.flush()
+                try:
+                    self._log.write(line)
+                    self._log.flush()
+                except (OSError, ValueError):
+                    self._log = None  # nobody reads any more; the server must not block on that
 
     @property
     def pid(self) -> int:
@@ -88,6 +119,14 @@ class Server:
             time.sleep(0.3)
         raise ServerError(f"the server did not answer within {timeout:.0f} s.")
 
+    def ended(self, within: float) -> bool:
+        """Whether the main process ends by itself ``within`` so many seconds."""
+        try:
+            self._process.wait(within)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def wait(self) -> int:
         """Block until the main process ends; its exit status."""
         return self._process.wait()
@@ -98,6 +137,8 @@ class Server:
         self._reader.join(timeout=2)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         said = [line for line in self._tail if _is_cause(line)]
+        if not said and not self._logged:
+            said = [line for line in self._tail if line.strip()]
         reason = f": {said[-1].strip()}" if said else "; see its output above."
         return f"the SGLang server ended with {how}{reason}"
 

@@ -107,7 +107,11 @@ def test_entry_points_are_installed(group: str, name: str, function: Any) -> Non
 def forward_kwargs(dtype: torch.dtype, is_draft: bool, embeds: torch.Tensor | None) -> Any:
     """What SGLang hands to the model, with the plugin's hook behind SGLang's own function."""
     runner = SimpleNamespace(
-        dtype=dtype, is_draft_worker=is_draft, is_generation=True, _pp_kwargs=lambda _: {"pp": 1}
+        spec_algorithm=SimpleNamespace(is_dflash=lambda: True),
+        dtype=dtype,
+        is_draft_worker=is_draft,
+        is_generation=True,
+        _pp_kwargs=lambda _: {"pp": 1},
     )
     batch = SimpleNamespace(input_embeds=embeds, replace_embeds=None, replace_positions=None)
     kwargs = ModelRunner._extend_forward_kwargs(runner, batch, None)
@@ -245,6 +249,7 @@ def test_report_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HookRegistry, "_patched", {"b"})
     report = plugin.describe_scheduler(fake_scheduler(layer_ids=[1, 5]))
     assert report.pop("platform")
+    assert report.pop("process_group") > 0
     assert report == {
         "version": __version__,
         "hooks_missing": ["a", "c"],

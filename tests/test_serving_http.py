@@ -76,6 +76,7 @@ def chat_answer(pair: Pair, max_tokens: int) -> str:
 def test_report_of_the_plugin(url: str) -> None:
     report = read_report(url)
     assert report["platform"] == "cpu"
+    assert report["process_group"] > 1
     assert report["hooks_missing"] == []
     assert report["draft"] == {
         "head": True, "block_size": 4, "mask_token_id": 1, "shift_label": True,
@@ -162,9 +163,39 @@ def test_requests_without_the_draft(url: str, prompts: list[list[int]], wanted: 
     # Their prefixes serve later requests with the draft.
     drafted, _ = ask_all(url, prompts, GREEDY, 4)
     assert_served(drafted, wanted, 3)
-    gain = measure_gain(url, prompts[:2], 20, True)
+    gain = measure_gain(url, prompts[:2], 20, plain=True, exact=True)
+    assert gain is not None
+    assert measure_gain(url, prompts[:2], 1, plain=True, exact=True) is None
     assert 1.0 <= gain.accept_length <= 4.0
     assert gain.cycle_cost is not None
+
+
+def test_plain_requests_beside_drafted_ones(
+    url: str, prompts: list[list[int]], wanted: Expected
+) -> None:
+    """A batch of both is drafted for all; answers do not depend on it."""
+
+    async def both() -> list[Any]:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as web:
+            plain = {**GREEDY, "custom_params": {"speculate": False}}
+            bodies = [
+                {"input_ids": ids, "sampling_params": plain if place % 2 else GREEDY}
+                for place, ids in enumerate(prompts)
+            ]
+            return await asyncio.gather(*(web.post("/generate", json=body) for body in bodies))
+
+    assert [each.json()["output_ids"] for each in asyncio.run(both())] == wanted.tokens
+
+
+def test_log_probabilities_without_the_draft(url: str, prompts: list[list[int]]) -> None:
+    found = []
+    for more in ({}, {"custom_params": {"speculate": False}}):
+        body = {"input_ids": prompts[2], "sampling_params": {**GREEDY, **more},
+                "return_logprob": True}  # fmt: skip
+        meta = httpx.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
+        found.append(meta["output_token_logprobs"])
+    assert [each[1] for each in found[0]] == [each[1] for each in found[1]]
+    assert [each[0] for each in found[0]] == pytest.approx([each[0] for each in found[1]], abs=1e-4)
 
 
 SAMPLED = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 3, "ignore_eos": True}
