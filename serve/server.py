@@ -54,7 +54,8 @@ class Server:
     def __enter__(self) -> "Server":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._handlers[number] = signal.signal(number, self._on_signal)
+                if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                    self._handlers[number] = signal.signal(number, self._on_signal)
         # A session of its own: its processes form one group, which can be stopped as a whole, and
         # Ctrl-C in the terminal reaches only us.
         self._process = subprocess.Popen(

@@ -1,7 +1,6 @@
 """Servers for end-to-end tests: drafts that were really trained, and what they must answer."""
 
 import dataclasses
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from domino_kit.checkpoint import load_draft
 from domino_kit.decoding import generate
 from domino_kit.eval.served import ServedAnswer
 from domino_kit.replay import KnownAnswer, replay
-from domino_kit.serve.plan import ServeOptions, plan_serve
+from domino_kit.serve.plan import ServeOptions, free_port, plan_serve
 from domino_kit.serve.server import Server
 from domino_kit.target import Target, load_target_model
 from domino_kit.train.dataset import Sample
@@ -89,10 +88,9 @@ def trained_pair(
 @contextmanager
 def serving(pair: Pair, *extra: str) -> Iterator[Server]:
     """A real server for the pair, with ``extra`` SGLang flags."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ServeOptions(str(pair.draft), str(pair.target), port=port, device="cpu", extra=extra)
+    options = ServeOptions(
+        str(pair.draft), str(pair.target), port=free_port(), device="cpu", extra=extra
+    )
     plan = plan_serve(options, {})
     with Server(plan.command, plan.environment, plan.host, plan.port, log=sys.stderr) as server:
         server.wait_ready(START_SECONDS)

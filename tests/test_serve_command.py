@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from domino_kit.serve.plan import free_port
 from tests.command import DOMINO, domino, refused
 from tests.serving import Pair, trained_pair
 
@@ -54,9 +54,7 @@ def name_of(pid: int) -> str:
 @contextmanager
 def serve(pair: Pair, *flags: str) -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
     """A running `domino serve`: the process, its lines up to the curl line, and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [DOMINO, "serve", "--draft", str(pair.draft), "--port", str(port),
                "--check-tokens", "12", *flags]  # fmt: skip
     process = subprocess.Popen(
@@ -116,6 +114,24 @@ def test_sigterm_while_requests_run(pair: Pair) -> None:
             assert process.wait(15) == 0
         assert time.monotonic() - started < 10
         assert members(group) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_start(pair: Pair, number: signal.Signals) -> None:
+    command = [DOMINO, "serve", "--draft", str(pair.draft), "--port", str(free_port())]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "server_args" in line or "Load weight" in line or "WARNING" in line or "[20" in line:
+            break
+    group = children(process.pid)[0]
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)  # a second one must not interrupt the stopping
+    rest = process.stderr.read()
+    assert process.wait(15) == 0, rest[-2000:]
+    assert rest.strip().splitlines()[-1] == "stopped"
+    assert members(group) == []
 
 
 def test_a_killed_scheduler_ends_the_server_and_says_so(pair: Pair) -> None:
