@@ -68,4 +68,8 @@ def test_domino_commands_run_in_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(((?!http)[^)]+)\)", README))
 def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+    file, _, heading = link.partition("#")
+    assert (ROOT / file).exists()
+    if heading:
+        headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), flags=re.MULTILINE)
+        assert heading in {each.lower().replace(" ", "-") for each in headings}

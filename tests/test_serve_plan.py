@@ -147,6 +147,7 @@ def test_command_on_a_cpu(place: Path) -> None:
         "--sampling-backend": "pytorch",
         "--disable-cuda-graph": None,
         "--disable-overlap-schedule": None,
+        "--sleep-on-idle": None,
         "--max-total-tokens": "32768",
     }
     assert found.environment == {"SGLANG_PLATFORM": "domino_cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -808,7 +809,7 @@ def test_sglang_reads_the_command(place: Path, monkeypatch: pytest.MonkeyPatch) 
         on_gpu = plan(place, "--context-length=512", "--tp", "2")
     result = subprocess.run(
         [sys.executable, "-c", ORACLE],
-        input=json.dumps([on_cpu.command[3:], on_gpu.command[3:]]),
+        input=json.dumps([on_cpu.command[4:], on_gpu.command[4:]]),
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
