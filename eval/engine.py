@@ -14,9 +14,10 @@ from domino_kit.checkpoint import resolve_folder
 from domino_kit.config import DraftConfig, read_config
 from domino_kit.eval.measure import Task, run_entry, short_name
 from domino_kit.eval.served import ServedAnswer, ask_all
-from domino_kit.serve.confirm import check_report, read_report
+from domino_kit.serve.confirm import check_report, flush_cache, read_report
 from domino_kit.serve.flags import POOL_FLAG, read_flags, whole_number
 from domino_kit.serve.plan import ServeOptions, ServePlan, free_port, plan_serve
+from domino_kit.serve.plugin import PLAIN_PARAM
 from domino_kit.serve.server import Server, ServerError
 
 Say = Callable[[str], None]
@@ -197,13 +198,12 @@ def _levels(
         "max_new_tokens": task.max_new_tokens,
     }
     if not speculate:
-        sampling["custom_params"] = {"speculate": False}
+        sampling["custom_params"] = {PLAIN_PARAM: False}
     ask_all(url, task.prompt_ids[:1], sampling, 1)  # a first request pays for what is lazy
     levels = []
     for count in concurrency:
         say(f"served, {count} at a time{'' if speculate else ', without the draft'}")
-        # Prompts of the level before would be found in the prefix cache.
-        httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        flush_cache(url)
         answers, seconds = ask_all(url, task.prompt_ids, sampling, count)
         levels.append(Level(count, answers, seconds))
     return levels

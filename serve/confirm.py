@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from domino_kit.config import DraftConfig
-from domino_kit.serve.plugin import REPORT_KEY
+from domino_kit.serve.plugin import PLAIN_PARAM, REPORT_KEY
 from domino_kit.serve.server import ServerError
 
 PROMPTS = (
@@ -114,11 +114,15 @@ def measure_gain(
     return Gain(length, speed, plain_tokens / plain_seconds, same)
 
 
+def flush_cache(url: str) -> None:
+    """Empty the prefix cache, where prompts of an earlier round would be found."""
+    httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+
+
 def _ask_all(
     url: str, prompts: list[list[int]], max_new_tokens: int, *, speculate: bool
 ) -> tuple[list[dict[str, Any]], float]:
-    # Prompts of an earlier round would be found in the prefix cache.
-    httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+    flush_cache(url)
     started = time.perf_counter()
     answers = [_ask(url, prompt, max_new_tokens, speculate=speculate) for prompt in prompts]
     return answers, time.perf_counter() - started
@@ -127,7 +131,7 @@ def _ask_all(
 def _ask(url: str, prompt: list[int], max_new_tokens: int, *, speculate: bool) -> dict[str, Any]:
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
     if not speculate:
-        sampling["custom_params"] = {"speculate": False}
+        sampling["custom_params"] = {PLAIN_PARAM: False}
     body = {"input_ids": prompt, "sampling_params": sampling}
     response = httpx.post(f"{url}/generate", json=body, timeout=REQUEST_SECONDS)
     if response.status_code != 200:

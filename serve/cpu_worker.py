@@ -11,10 +11,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from torch import Tensor
 
 from domino_kit.serve.cpu_cache import gather_slots
-
-PLAIN_PARAM = "speculate"
-"""A request whose ``custom_params`` say ``{"speculate": false}`` is decoded without the draft, as
-long as all requests beside it are: the measure of what the draft gains on the same server."""
+from domino_kit.serve.plugin import PLAIN_PARAM
 
 
 def target_probabilities(logits: Tensor, sampling: Any, rows_per_request: int) -> Tensor:

@@ -11,6 +11,9 @@ from domino_kit.serve.versions import check_version
 
 PLATFORM_NAME = "domino_cpu"
 REPORT_KEY = "domino_kit"
+PLAIN_PARAM = "speculate"
+"""A request whose ``custom_params`` say ``{"speculate": false}`` is decoded without the draft, as
+long as all requests beside it are: the measure of what the draft gains on the same server."""
 CPU_POOL_TOKENS = 32768
 """Slots of a CPU server's KV pool unless flags say otherwise: SGLang would size it by the machine's
 memory as if that were a GPU's, and take most of it."""

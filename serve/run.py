@@ -50,7 +50,6 @@ def run_serve(
                 if server.ended(within=10):
                     raise ServerError(server.why_ended()) from None
                 raise ServerError(f"the server did not answer as it should: {error}") from None
-            server.wait()
             raise ServerError(server.why_ended())
     except Stopped:
         notes.print("stopped")

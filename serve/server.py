@@ -128,12 +128,8 @@ class Server:
             return False
         return True
 
-    def wait(self) -> int:
-        """Block until the main process ends; its exit status."""
-        return self._process.wait()
-
     def why_ended(self) -> str:
-        """What is known about a server that ended by itself, in one line."""
+        """Block until the main process ends by itself, and say what is known, in one line."""
         status = self._process.wait()
         self._reader.join(timeout=2)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

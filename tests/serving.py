@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from domino_kit.acceptance import histogram
 from domino_kit.checkpoint import load_draft
 from domino_kit.decoding import generate
 from domino_kit.eval.served import ServedAnswer
@@ -119,11 +120,6 @@ def expected(
     ]
     known = [KnownAnswer(p, a.tokens) for p, a in zip(prompts, answers, strict=True)]
     return Expected([answer.tokens for answer in answers], replay(target, draft, known))
-
-
-def histogram(runs: list[int], num_proposals: int) -> list[int]:
-    """Steps by accepted drafts."""
-    return [runs.count(run) for run in range(num_proposals + 1)]
 
 
 def assert_served(answers: list[ServedAnswer], wanted: Expected, num_proposals: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from domino_kit import decoding
-from tests.tiny import tiny_config, tiny_draft, tiny_target
+from tests.tiny import rollout_case, tiny_config, tiny_draft, tiny_target
 
 pytestmark = pytest.mark.sglang
 MODES = [True, False]
@@ -27,24 +27,10 @@ def sglang_module(name: str) -> Any:
 def test_rollout_equals_sglang(block: int, pool: str, batch: int, shift_label: bool) -> None:
     """The same hidden rows and anchors give the same proposals, candidate pool off or full."""
     oracle = sglang_module("domino_utils").domino_greedy_rollout
-    target = tiny_target(vocab=64)
-    model = tiny_draft(shift_label, block_size=block, vocab_size=64)
-    generator = torch.Generator().manual_seed(block)
-    hidden = torch.randn(batch, block, 32, generator=generator)
-    anchors = torch.randint(64, (batch,), generator=generator)
+    model, target, hidden, anchors, arguments = rollout_case(shift_label, block, batch)
     ours = decoding.rollout(model, target, hidden, anchors, block - 1).tokens
-    theirs = oracle(
-        draft_hidden=hidden,
-        bonus_tokens=anchors,
-        target_embedding=target.embedding,
-        lm_head_weight=target.head.weight,
-        prefix_gru=model.prefix_gru,
-        embed_proj=model.embed_proj,
-        vocab_size=64,
-        shift_label=shift_label,
-        candidate_pool_size=0 if pool == "off" else 64,
-        in_cuda_graph=False,
-    )
+    pool_size = 0 if pool == "off" else 64
+    theirs = oracle(**arguments, candidate_pool_size=pool_size, in_cuda_graph=False)
     assert ours.tolist() == theirs.tolist()
 
 

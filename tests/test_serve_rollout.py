@@ -12,7 +12,7 @@ from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 
 from domino_kit import decoding
 from domino_kit.serve.cpu_rollout import cpu_rollout
-from tests.tiny import tiny_draft, tiny_target
+from tests.tiny import rollout_case
 
 pytestmark = pytest.mark.sglang
 
@@ -142,21 +142,7 @@ def test_proposals_equal_our_own_decoding(
     pool: int, block: int, batch: int, shift_label: bool
 ) -> None:
     """What is served is what `domino eval` measures."""
-    target = tiny_target(vocab=64)
-    model = tiny_draft(shift_label, block_size=block, vocab_size=64)
-    draw = torch.Generator().manual_seed(block)
-    hidden = torch.randn(batch, block, 32, generator=draw)
-    anchors = torch.randint(64, (batch,), generator=draw)
-    found = cpu_rollout(
-        draft_hidden=hidden,
-        bonus_tokens=anchors,
-        target_embedding=target.embedding,
-        lm_head_weight=target.head.weight,
-        prefix_gru=model.prefix_gru,
-        embed_proj=model.embed_proj,
-        vocab_size=64,
-        shift_label=shift_label,
-        candidate_pool_size=pool,
-    )
+    model, target, hidden, anchors, arguments = rollout_case(shift_label, block, batch)
+    found = cpu_rollout(**arguments, candidate_pool_size=pool)
     ours = decoding.rollout(model, target, hidden, anchors, block - 1).tokens
     assert found.tolist() == ours.tolist()

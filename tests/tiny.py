@@ -113,6 +113,28 @@ def tiny_draft(
     return model.eval()
 
 
+def rollout_case(
+    shift_label: bool, block: int, batch: int
+) -> tuple[DominoDraft, Target, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Draft, target, hidden rows and anchors, and the same as arguments of SGLang's rollout."""
+    target = tiny_target(vocab=64)
+    model = tiny_draft(shift_label, block_size=block, vocab_size=64)
+    generator = torch.Generator().manual_seed(block)
+    hidden = torch.randn(batch, block, 32, generator=generator)
+    anchors = torch.randint(64, (batch,), generator=generator)
+    arguments = {
+        "draft_hidden": hidden,
+        "bonus_tokens": anchors,
+        "target_embedding": target.embedding,
+        "lm_head_weight": target.head.weight,
+        "prefix_gru": model.prefix_gru,
+        "embed_proj": model.embed_proj,
+        "vocab_size": 64,
+        "shift_label": shift_label,
+    }
+    return model, target, hidden, anchors, arguments
+
+
 def random_prompts(
     count: int, *, shortest: int = 2, longest: int = 12, vocab: int = 32, seed: int = 0
 ) -> list[list[int]]:
