@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from domino_kit.contract import library_versions
+from domino_kit.manifest import library_versions
 from domino_kit.serve.cpu_linear import product
 
 SHAPES = ((49152, 576, 2), (3072, 576, 30), (576, 1536, 30), (960, 576, 30), (49152, 128, 4))

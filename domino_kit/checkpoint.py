@@ -13,11 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from domino_kit.config import DraftConfig, read_config
-from domino_kit.contract import MANIFEST_NAME, Manifest, read_manifest
+from domino_kit.fingerprint import (
+    WEIGHTS_NAME,
+    tensor_fingerprint,
+    tensor_hash,
+    weight_files,
+    weight_sums,
+)
+from domino_kit.manifest import MANIFEST_NAME, Manifest, read_manifest
 from domino_kit.modeling import DominoDraft
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 PREFIXES = ("draft_model.", "dflash_module.", "logit_head.", "model.")
 ALIASES = {
     "encoder.fc.weight": "fc.weight",
@@ -63,7 +68,10 @@ def save_draft(
     *,
     replace: bool = False,
 ) -> None:
-    """Write a checkpoint folder atomically, with weights in ``dtype``."""
+    """Write a checkpoint folder atomically, with weights in ``dtype``.
+
+    The manifest is written with the fingerprints of these very weights.
+    """
     config = model.config.to_json(str(dtype).removeprefix("torch."))
     state = {
         name: tensor.detach().to("cpu", dtype).contiguous()
@@ -76,6 +84,12 @@ def save_draft(
             raise OSError(f"the checkpoint {folder} could not be written: {error}") from None
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if manifest is not None:
+            prints = {name: tensor_fingerprint(tensor) for name, tensor in state.items()}
+            hashes = {name: tensor_hash(tensor) for name, tensor in state.items()}
+            sums = {name: weight_sums(tensor) for name, tensor in state.items()}
+            manifest = manifest.model_copy(
+                update={"weights": prints, "weight_hashes": hashes, "weight_sums": sums}
+            )
             (temporary / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
@@ -103,7 +117,9 @@ def load_draft(
     tensors = read_tensors(folder)
     with torch.device("meta"):
         model = DominoDraft(config)
-    check_tensors(folder, config, model, tensors)
+    check_shapes(
+        folder, config, expected_shapes(config), {k: tuple(v.shape) for k, v in tensors.items()}
+    )
     model.load_state_dict({k: v.to(device, dtype) for k, v in tensors.items()}, assign=True)
     return model.eval().requires_grad_(False), manifest
 
@@ -111,12 +127,12 @@ def load_draft(
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors files under their canonical names."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as reader:
                 for raw in reader.keys():  # noqa: SIM118  (not a dict)
                     name = canonical_name(raw)
-                    if name.startswith("rotary_emb.") or ".rotary_emb." in name:
+                    if is_rotary(name):
                         continue
                     if name in tensors:
                         raise ValueError(f"{file}: tensor {name!r} is there twice (as {raw!r}).")
@@ -126,27 +142,6 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
                 f"{file} is not a readable safetensors file ({error}); copy or save it again."
             ) from None
     return tensors
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        others = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt"))
-        hint = f" ({', '.join(others)} is pickled and never read)" if others else ""
-        raise ValueError(
-            f"{folder} has no {WEIGHTS_NAME}{hint}; a draft needs safetensors weights."
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is not a valid safetensors index.") from None
-    files = [folder / name for name in names]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(f"{index} names {missing}, which are not in {folder}.")
-    return files
 
 
 def canonical_name(name: str) -> str:
@@ -160,28 +155,42 @@ def canonical_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def check_tensors(
-    folder: Path, config: DraftConfig, model: DominoDraft, tensors: dict[str, torch.Tensor]
+def is_rotary(name: str) -> bool:
+    """Whether a stored tensor is a rotary buffer, which is never read."""
+    return name.startswith("rotary_emb.") or ".rotary_emb." in name
+
+
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a config implies."""
+    with torch.device("meta"):
+        model = DominoDraft(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def check_shapes(
+    folder: Path,
+    config: DraftConfig,
+    expected: dict[str, tuple[int, ...]],
+    found: dict[str, tuple[int, ...]],
 ) -> None:
     """Raise ``ValueError`` unless the tensors are exactly those that the config implies."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    head = sorted(name for name in tensors if name.startswith(HEAD_PREFIXES))
+    head = sorted(name for name in found if name.startswith(HEAD_PREFIXES))
     if head and not config.has_head:
         raise ValueError(
             f"{folder} has Domino head weights ({head[0]}) but its config.json has no "
             "projector_type 'domino': the head would be ignored. Correct the config."
         )
-    for name in sorted(set(expected) - set(tensors)):
+    for name in sorted(set(expected) - set(found)):
         raise ValueError(f"{folder} lacks tensor {name!r} of shape {list(expected[name])}.")
-    for name in sorted(set(tensors) - set(expected)):
+    for name in sorted(set(found) - set(expected)):
         raise ValueError(
             f"{folder} has the unknown tensor {name!r}; a draft holds its backbone and head only "
             "(embedding and output head are the target's)."
         )
     for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
+        if found[name] != shape:
             raise ValueError(
-                f"{folder}: tensor {name!r} has shape {list(tensors[name].shape)}, but config.json "
+                f"{folder}: tensor {name!r} has shape {list(found[name])}, but config.json "
                 f"implies {list(shape)}{_shape_hint(name)}."
             )
 

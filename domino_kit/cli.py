@@ -9,6 +9,13 @@ from typing import Any
 import click
 
 RECIPE_FOLDER = Path(__file__).resolve().parent / "train" / "recipes"
+DEFAULT_LENGTHS = "powers of two"
+
+
+ALLOW = click.option(
+    "--allow", multiple=True, metavar="FACT",
+    help="Accept a fact that differs from training, by its name in the error; repeatable.",
+)  # fmt: skip
 
 
 class RecipeCommand(click.Command):
@@ -35,14 +42,26 @@ def domino() -> None:
     "--dry-run", is_flag=True, help="Build and check everything, write a checkpoint, stop."
 )
 @click.option("--quiet", is_flag=True, help="No progress bar.")
-def train(recipe: str | None, overrides: tuple[str, ...], dry_run: bool, quiet: bool) -> None:
+@ALLOW
+def train(
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    quiet: bool,
+    allow: tuple[str, ...],
+) -> None:
     """Train a draft from RECIPE (a YAML file or a bundled recipe's name) and key=value OVERRIDES."""
     from domino_kit.train.run import run_training
 
     path, changes = _recipe_path(recipe, overrides)
-    finished = run_training(path, changes, dry_run=dry_run, quiet=quiet, command=sys.argv)
-    if not finished:
-        raise SystemExit(130)
+
+    def run() -> int:
+        finished = run_training(
+            path, changes, dry_run=dry_run, quiet=quiet, command=sys.argv, allow=allow
+        )
+        return 0 if finished else 130
+
+    raise SystemExit(_status(run))
 
 
 def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -70,6 +89,65 @@ def _whole_numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[i
     return tuple(map(int, parts))
 
 
+def _layer_ids(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+    """Numbers from 0, separated by commas."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise click.BadParameter(f"{value!r} is not a list of layers such as 1,9,17.")
+    return [int(part) for part in parts]
+
+
+@domino.command("export")
+@click.option("--draft", required=True, metavar="FOLDER", help="Draft checkpoint to convert.")
+@click.option("--format", "form", required=True, help="The tool to write for.",
+              type=click.Choice(["sglang", "specforge", "automodel", "vllm-speculators"]))  # fmt: skip
+@click.option("--output", required=True, type=click.Path(path_type=Path),
+              help="Folder to write; must not exist yet.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["keep", "bfloat16", "float32"]), default="keep",
+              help="Type of the written weights.")  # fmt: skip
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
+def export_command(draft: str, form: str, output: Path, dtype: str, report: Path | None) -> None:
+    """Write a draft as another tool's checkpoint, and say what changed."""
+    from domino_kit.interop import export_draft
+
+    click.echo("\n".join(export_draft(draft, form, output, dtype, report).lines()))
+
+
+@domino.command("import")
+@click.argument("source", metavar="FOLDER")
+@click.option("--output", required=True, type=click.Path(path_type=Path),
+              help="Folder to write; must not exist yet.")  # fmt: skip
+@click.option("--shift-label/--no-shift-label", default=None,
+              help="Row k predicts token k + 1, or token k.")  # fmt: skip
+@click.option("--pure-draft-prefix-len", type=click.IntRange(0), help="Uncorrected drafts.")
+@click.option("--mask-token-id", type=click.IntRange(0), help="The token for 'not drafted yet'.")
+@click.option("--block-size", type=click.IntRange(2), help="Rows of a block, anchor included.")
+@click.option("--num-target-layers", type=click.IntRange(1), help="Depth of the target.")
+@click.option("--target-layer-ids", callback=_layer_ids, metavar="I,I,…",
+              help="Captured layers; i is the output of layer i, from 0.")  # fmt: skip
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
+def import_command(source: str, output: Path, report: Path | None, **given: Any) -> None:
+    """Write another tool's draft as a checkpoint of this toolkit, and say what changed.
+
+    The options that describe the draft only supply what its config.json does not say.
+    """
+    from domino_kit.interop import import_draft
+
+    known = {name: value for name, value in given.items() if value is not None}
+    click.echo("\n".join(import_draft(source, output, known, report).lines()))
+
+
+def _lengths(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """None without the flag, nothing for the flag alone, else its numbers."""
+    if value is None:
+        return None
+    return () if value == DEFAULT_LENGTHS else _whole_numbers(context, parameter, value)
+
+
 @domino.command("eval-acceptance")
 @click.option("--draft", required=True, metavar="FOLDER", help="Draft checkpoint to measure.")
 @click.option("--target", metavar="NAME", help="Target model; default: the one in the manifest.")
@@ -79,7 +157,13 @@ def _whole_numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[i
               help="JSONL or parquet, or gsm8k, humaneval, mt-bench, alpaca, math500.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["replay", "decode", "both"]), default="both",
               help="Replay the target's answers, decode them, or both.")  # fmt: skip
-@click.option("--limit", type=click.IntRange(1), help="Use only the first prompts.")
+@click.option("--limit", type=click.IntRange(1),
+              help="Use only the first prompts (with --lengths, default 8).")  # fmt: skip
+@click.option("--lengths", is_flag=False, flag_value=DEFAULT_LENGTHS, callback=_lengths,
+              metavar="[N,N,…]", help="Ask the same questions after notes that make prompts of so "
+              "many tokens; alone: powers of two up to the context.")  # fmt: skip
+@click.option("--bucket", type=click.IntRange(1), metavar="N",
+              help="Positions in a row of acceptance by position; default: powers of two.")  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, help="Tokens an answer.")
 @click.option(
     "--num-proposals", type=click.IntRange(1), help="Drafts a step; default: block size - 1."
@@ -99,6 +183,7 @@ def _whole_numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[i
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Report as PNG.")
 @click.option("--min-accept-length", type=float, help="Exit 1 if the draft is below this.")
+@ALLOW
 @click.option("--engine", type=click.Choice(["hf", "sglang", "both"]), default="hf",
               help="Plain PyTorch, a real server, or both compared step by step.")  # fmt: skip
 @click.option("--url", help="A running server with the draft; default: start one.")
@@ -116,7 +201,40 @@ def eval_acceptance(**options: Any) -> None:
     """
     from domino_kit.eval.run import Options, run_evaluation
 
-    raise SystemExit(_served(lambda: run_evaluation(Options(**options))))
+    raise SystemExit(_status(lambda: run_evaluation(Options(**options))))
+
+
+@domino.command()
+@click.option("--draft", required=True, metavar="FOLDER", help="Draft checkpoint to check.")
+@click.option("--target", metavar="NAME", help="Target model; default: the one in the manifest.")
+@click.option("--engine", type=click.Choice(["hf", "sglang", "both"]), default="hf",
+              help="Plain PyTorch only, or also a real server (both: the same).")  # fmt: skip
+@click.option("--prompts", metavar="FILE|BENCHMARK[=FILE]",
+              help="Ask these instead of built-in prompts, as in eval-acceptance.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1), help="Use only the first prompts; default: 4.")
+@click.option("--max-new-tokens", type=click.IntRange(2), default=32, help="Tokens an answer.")
+@click.option("--static", is_flag=True, help="Compare files only: seconds, no weights loaded.")
+@click.option("--thinking/--no-thinking", default=None, help="Thinking mode; default: as trained.")
+@click.option("--device", default="auto", help="auto, cpu or cuda.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+              help="Compute type; auto: float32 on CPU, bfloat16 on GPU.")  # fmt: skip
+@click.option("--trust-remote-code", is_flag=True, help="Run the target's own model code.")
+@click.option("--url", help="A running server with the draft and the probe; default: start one.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Report as HTML.")
+@ALLOW
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG FLAGS]")
+def check(**options: Any) -> None:
+    """Prove that a draft is served as it was trained, or name the stage that differs, and why.
+
+    First the files (config, weights, target, tokenizer, template against the manifest), then every
+    stage of a draft-verify step: recorded in training, training graph, replay, decode, server.
+
+    Exit status: 0 as trained; 1 a mismatch; 2 it could not be checked.
+    """
+    from domino_kit.eval.check import CheckOptions, run_check
+
+    raise SystemExit(run_check(CheckOptions(**options)))
 
 
 @domino.command()
@@ -168,16 +286,17 @@ def demo(output: Path, seed: int, steps: int | None, limit: int | None) -> None:
     """Train a DFlash and a Domino draft for a small chat model and compare them, on a CPU."""
     from domino_kit.demo import run_demo
 
-    raise SystemExit(_served(lambda: run_demo(output, seed, steps, limit)))
+    raise SystemExit(_status(lambda: run_demo(output, seed, steps, limit)))
 
 
-def _served(run: Callable[[], int]) -> int:
-    """The exit status of ``run``: 1, with one line, if a server that it needs fails."""
+def _status(run: Callable[[], int]) -> int:
+    """The exit status of ``run``: 1, with one line, if a server fails or a draft differs."""
+    from domino_kit.parity import ParityError
     from domino_kit.serve.server import ServerError
 
     try:
         return run()
-    except ServerError as error:
+    except (ServerError, ParityError) as error:
         click.echo(f"Error: {error}", err=True)
         return 1
 

@@ -174,6 +174,17 @@ def read_config(path: Path) -> DraftConfig:
 
     Raises ``ValueError`` naming the file, the field, what was found and what is allowed.
     """
+    raw = read_object(path)
+    try:
+        return parse_config(raw)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {describe(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a ``config.json``; raises ``ValueError`` naming a file that has none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -186,16 +197,11 @@ def read_config(path: Path) -> DraftConfig:
         raise ValueError(f"{path} is not readable JSON: {error}.") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, not a JSON object.")
-    try:
-        return parse_config(raw)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {describe(error)}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return raw
 
 
-def parse_config(raw: dict[str, Any]) -> DraftConfig:
-    """Read the fields of a ``config.json``; :func:`read_config` adds the file's name to errors."""
+def check_architecture(raw: dict[str, Any]) -> None:
+    """Raise ``ValueError`` unless a config names a draft's architecture."""
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or architectures[:1] not in [
         [name] for name in READ_ARCHITECTURES
@@ -203,6 +209,16 @@ def parse_config(raw: dict[str, Any]) -> DraftConfig:
         raise ValueError(
             f"architectures is {architectures!r}; a draft has one of {list(READ_ARCHITECTURES)}."
         )
+
+
+def parse_config(raw: dict[str, Any]) -> DraftConfig:
+    """Read the fields of a ``config.json``; :func:`read_config` adds the file's name to errors."""
+    if "speculators_model_type" in raw:
+        raise ValueError(
+            "speculators_model_type marks the layout of speculators, which is not read as it is; "
+            "convert the folder first with domino import."
+        )
+    check_architecture(raw)
     nested = raw.get("dflash_config", {})
     if not isinstance(nested, dict):
         raise ValueError(f"dflash_config is {nested!r}, not an object.")

@@ -1,154 +1,159 @@
-"""The facts fixed when a draft is trained, written as its manifest and compared where it is used."""
+"""The contract: facts fixed when a draft is trained, compared wherever it is loaded. Here: findings."""
 
-import hashlib
-import importlib.metadata
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+Severity = Literal["error", "warning"]
 
-from domino_kit.config import describe
+FACTS: dict[str, str] = {
+    # the draft's own files
+    "config": "config.json is readable and says nothing that would be served otherwise",
+    "manifest": "domino_manifest.json is readable",
+    "gate": "training's own check of this checkpoint",
+    "rope_spelling": "the RoPE base stands where every reader looks for it",
+    "tensors": "the weights have just the names and shapes that config.json implies",
+    "weights": "the weights are those that were trained",
+    "mask_token_id": "the token that stands for 'not drafted yet'",
+    "target_layer_ids": "the target layers that the draft reads, in their order",
+    "shift_label": "which token a row predicts",
+    "block_size": "rows of a block",
+    "rope_theta": "base of the rotary positions",
+    "draft_shape": "every other field of config.json",
+    # the target's files
+    "target_config": "what the target computes, by its config",
+    "target_weights": "the target's weights, by a few rows of every tensor",
+    "embedding": "the target's embedding",
+    "head": "the target's output head",
+    "tokenizer": "the tokenizer's vocabulary",
+    "mask_special": "the mask is a token that never occurs in text",
+    "last_layer": "how the last layer's feature is taken",
+    "context_length": "the longest context that the draft was made for",
+    # how prompts are written
+    "chat_template": "the chat template",
+    "thinking": "the thinking mode",
+    "system_prompt": "the system prompt",
+    # a running server
+    "layer_ids": "layers that the server captures",
+    "label_mode": "label mode in the server",
+    "candidate_pool": "tokens that the served head may propose",
+    "rope_table": "rotary tables in the server against float32",
+    "attention": "the draft's attention in the server: full, in both directions",
+    "draft_weights": "the draft's weights in the server against its files",
+    "draft_quantization": "the draft is served unquantised",
+    "draft_dtype": "draft and target are served in the same dtype",
+    "head_weights": "the target's output head in the server",
+    "head_active": "the Domino head is used",
+}
+"""Every fact that can be found different, in words; the names are what ``--allow`` takes."""
 
-MANIFEST_NAME = "domino_manifest.json"
-LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "sglang")
+PROMPT_FACTS = ("chat_template", "thinking", "system_prompt")
+"""How prompts are written: another way still decodes exactly, but acceptance drops."""
+
+FATAL = ("config", "tensors")
+"""Without these a draft cannot be loaded, so there is nothing to allow."""
 
 
-class TargetIdentity(BaseModel):
-    """What identifies the target a draft was trained for. Hashes are SHA-256 in hex."""
-
-    model_config = ConfigDict(extra="forbid")
+@dataclass(frozen=True)
+class Finding:
+    """One fact that is not as in training: what was found, what was fixed, and what to do."""
 
     name: str
-    config_hash: str
-    embedding_hash: str
-    head_hash: str
-    tokenizer_hash: str
-    chat_template_hash: str | None
-    thinking: bool | None
+    severity: Severity
+    message: str
 
 
-class Manifest(BaseModel):
-    """Where a draft comes from. Other tools ignore this file."""
+@dataclass
+class Contract:
+    """What a comparison found, what it looked at, and what it could not (``"name: why"``)."""
 
-    model_config = ConfigDict(extra="forbid")
+    findings: list[Finding] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
 
-    toolkit_version: str
-    libraries: dict[str, str]
-    command: list[str]
-    git_commit: str | None
-    seed: int
-    recipe: dict[str, Any]
-    target: TargetIdentity
-    mask_token_id: int
-    mask_token_source: str
-    target_layer_ids: list[int]
-    last_layer_norm: str | None
-    rope: dict[str, Any]
-    shift_label: bool
-    block_size: int
-    num_proposals: int
-    weights_dtype: str
-    data: dict[str, Any]
-    training: dict[str, Any]
-    measured: dict[str, Any]
+    @property
+    def errors(self) -> list[Finding]:
+        """Findings that stop."""
+        return [finding for finding in self.findings if finding.severity == "error"]
 
+    @property
+    def blocking(self) -> list[Finding]:
+        """Errors after which comparing stages says nothing new.
 
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide what a draft computes."""
-    versions = {"python": sys.version.split()[0]}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+        A failed gate is not one: the stages say what it failed at.
+        """
+        return [finding for finding in self.errors if finding.name != "gate"]
 
+    @property
+    def warnings(self) -> list[Finding]:
+        """Findings that are only said."""
+        return [finding for finding in self.findings if finding.severity == "warning"]
 
-def git_commit() -> str | None:
-    """The commit of the toolkit's own checkout, or ``None`` outside of one."""
-    folder = Path(__file__).resolve().parent.parent
-    if not (folder / ".git").exists():
-        return None
-    result = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or None
+    def error(self, name: str, message: str) -> None:
+        """Note a difference that stops."""
+        self._note(Finding(name, "error", message))
 
+    def warning(self, name: str, message: str) -> None:
+        """Note a difference that is only said."""
+        self._note(Finding(name, "warning", message))
 
-def tensor_hash(tensor: torch.Tensor) -> str:
-    """Hash of a weight: its shape and its values, rounded to bfloat16.
+    def _note(self, finding: Finding) -> None:
+        assert finding.name in FACTS, finding.name
+        self.findings.append(finding)
 
-    The rounding makes the hash of a float32 copy equal that of the bfloat16 original.
-    """
-    rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
-    digest = hashlib.sha256(str(tuple(rounded.shape)).encode())
-    digest.update(rounded.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+    def looked_at(self, *names: str) -> None:
+        """Note facts as compared."""
+        self.checked += [name for name in names if name not in self.checked]
 
+    def could_not(self, name: str, why: str) -> None:
+        """Note a fact that could not be compared."""
+        assert name in FACTS, name
+        self.unchecked.append(f"{name}: {why}")
 
-def json_hash(value: Any) -> str:
-    """Hash of a JSON value, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    def allow(self, names: Iterable[str]) -> None:
+        """Turn errors of these names into warnings, and remember that."""
+        for place, finding in enumerate(self.findings):
+            if finding.severity == "error" and finding.name in names:
+                self.findings[place] = Finding(finding.name, "warning", finding.message)
+                self.allowed += [finding.name] if finding.name not in self.allowed else []
 
+    def only_warn(self, names: Iterable[str]) -> None:
+        """Turn errors of these names into warnings: for a use that they do not spoil."""
+        self.findings = [
+            Finding(each.name, "warning", each.message) if each.name in names else each
+            for each in self.findings
+        ]
 
-def target_identity(
-    name: str, target: Any, tokenizer: Any, thinking: bool | None
-) -> TargetIdentity:
-    """Identify a loaded :class:`~domino_kit.target.Target` and its tokenizer."""
-    config = target.text_config.to_dict()
-    volatile = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures"}
-    template = tokenizer.chat_template
-    return TargetIdentity(
-        name=name,
-        config_hash=json_hash({k: v for k, v in config.items() if k not in volatile}),
-        embedding_hash=tensor_hash(target.embedding.weight),
-        head_hash=tensor_hash(target.head.weight),
-        tokenizer_hash=json_hash(tokenizer.get_vocab()),
-        chat_template_hash=None if template is None else json_hash(template),
-        thinking=thinking,
-    )
+    def make_errors(self, names: Iterable[str]) -> None:
+        """Turn warnings of these names into errors, except where they were allowed."""
+        self.findings = [
+            Finding(each.name, "error", each.message)
+            if each.name in names and each.name not in self.allowed
+            else each
+            for each in self.findings
+        ]
 
+    def stop(self) -> None:
+        """Raise ``ValueError`` with the first error, if there is one, and how to allow it."""
+        for finding in self.errors:
+            way = "" if finding.name in FATAL else f" (or accept it with --allow {finding.name})"
+            raise ValueError(f"{finding.message}{way}")
 
-def compare_targets(trained: TargetIdentity, found: TargetIdentity) -> tuple[list[str], list[str]]:
-    """Errors and warnings where a target differs from the one that a draft was trained for.
-
-    Other weights or another tokenizer are errors: the draft reads that very embedding and head.
-    Another chat template or thinking mode still works but changes acceptance.
-    """
-    errors, warnings = [], []
-    for field, words in {
-        "embedding_hash": "embedding",
-        "head_hash": "output head",
-        "tokenizer_hash": "tokenizer vocabulary",
-    }.items():
-        if getattr(trained, field) != getattr(found, field):
-            errors.append(
-                f"the {words} of target {found.name!r} is not the one this draft was trained with "
-                f"({trained.name!r}); use that target, or train a draft for this one."
-            )
-    if trained.chat_template_hash != found.chat_template_hash:
-        warnings.append("the chat template differs from the one in training; acceptance may drop.")
-    if trained.thinking != found.thinking:
-        warnings.append(
-            f"thinking is {found.thinking} here and was {trained.thinking} in training; "
-            "acceptance may drop."
-        )
-    return errors, warnings
+    def to_json(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "findings": [vars(finding) for finding in self.findings],
+            "checked": self.checked,
+            "unchecked": self.unchecked,
+            "allowed": self.allowed,
+        }
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint, ``None`` for a draft of another tool; ``ValueError`` if broken."""
-    path = folder / MANIFEST_NAME
-    if not path.exists():
-        return None
-    try:
-        return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, ValidationError) as error:
-        said = describe(error) if isinstance(error, ValidationError) else str(error)
-        raise ValueError(
-            f"{path} is broken: {said} Delete it to use the draft without its training facts."
-        ) from None
+def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
+    """The names given to ``--allow``; raises ``ValueError`` for one that is no fact."""
+    for name in names:
+        if name not in FACTS or name in FATAL:
+            known = ", ".join(sorted(set(FACTS) - set(FATAL)))
+            raise ValueError(f"--allow {name!r} names no fact that can be allowed; known: {known}.")
+    return tuple(dict.fromkeys(names))

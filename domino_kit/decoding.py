@@ -16,6 +16,7 @@ from domino_kit.acceptance import max_proposals
 from domino_kit.kv_cache import DraftCache, SlotCache
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import Target, TargetPass
+from domino_kit.trace import Record, context_record, pick
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def rollout(
     use_head: bool = True,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
+    record: Record | None = None,
 ) -> Proposal:
     """Turn block hidden rows ``[M, K, D]`` into proposals, feeding each token back to the head.
 
@@ -137,6 +139,7 @@ def rollout(
     sampled = sampling is not None and not sampling.greedy and sampling.proposals == "sampled"
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
+    seen: dict[str, list[Tensor]] = {"gru_states": [], "corrected_logits": []}
     previous = anchor_tokens
     state = model.initial_state(rows[:, 0]) if use_head else rows.new_empty(0)
     for offset in range(1, num_proposals + 1):
@@ -145,6 +148,9 @@ def rollout(
             state = model.head_step(target.embed(previous), state)
             if offset > config.pure_draft_prefix_len:
                 logits = logits + model.correction(rows[:, offset - 1], state)
+            if record is not None:
+                seen["gru_states"].append(state)
+                seen["corrected_logits"].append(logits)
         if sampled:
             assert sampling is not None
             probs.append(sampling.probabilities(logits))
@@ -152,6 +158,9 @@ def rollout(
         else:
             previous = logits.argmax(-1)
         tokens.append(previous)
+    if record is not None:
+        record |= {"hidden": hidden, "base_logits": base, "proposals": torch.stack(tokens, 1)}
+        record |= {stage: torch.stack(values, 1) for stage, values in seen.items() if values}
     return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if sampled else None)
 
 
@@ -166,6 +175,7 @@ def draft(
     use_head: bool = True,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
+    record: Record | None = None,
 ) -> Proposal:
     """Propose tokens after ``anchor_tokens [B]`` at positions ``anchors [B]``.
 
@@ -175,15 +185,16 @@ def draft(
     block = alignment.block_inputs(anchor_tokens, config.block_size, config.mask_token_id)
     length = int(anchors.max())
     context_positions = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
-    hidden = model.block_hidden(
-        target.embed(block),
-        alignment.block_positions(anchors, config.block_size),
-        cache.read(length),
-        alignment.visibility(anchors[:, None], context_positions, config.block_size),
-    )
+    embeds, positions = target.embed(block), alignment.block_positions(anchors, config.block_size)
+    context = cache.read(length)
+    visible = alignment.visibility(anchors[:, None], context_positions, config.block_size)
+    hidden = model.block_hidden(embeds, positions, context, visible)
+    if record is not None:
+        record |= {"anchor": anchors, "block_ids": block, "block_positions": positions}
+        record |= {"block_embeds": embeds, **context_record(context)}
     return rollout(
         model, target, hidden, anchor_tokens, num_proposals,
-        use_head=use_head, sampling=sampling, generator=generator,
+        use_head=use_head, sampling=sampling, generator=generator, record=record,
     )  # fmt: skip
 
 
@@ -288,12 +299,14 @@ def generate(
     use_head: bool = True,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
+    trace: list[Record] | None = None,
 ) -> list[Answer]:
     """Answer a batch of prompts of any lengths; the reference decoder.
 
     ``model`` ``None`` decodes plainly, one token a step. Answers end with an end token, which is
-    kept, or after ``max_new_tokens``. Greedy answers equal the target's own. Raises ``ValueError``
-    for an empty prompt and for numbers out of range.
+    kept, or after ``max_new_tokens``. Greedy answers equal the target's own. ``trace`` takes the
+    record of every step of a single prompt. Raises ``ValueError`` for an empty prompt and for
+    numbers out of range.
     """
     sampling = sampling or Sampling()
     n = _check_request(target, model, prompts, max_new_tokens, num_proposals)
@@ -310,20 +323,26 @@ def generate(
         for place, token in enumerate(first.tolist())
         if not _commit(answers[place], [token], max_new_tokens, end_tokens)
     ]
+    assert trace is None or len(prompts) == 1, "one prompt is traced at a time"
     while unfinished:
+        record: Record | None = None if trace is None else {"positions": positions}
         if model is not None and batch.draft_cache is not None:
-            batch.draft_cache.write(model.context_kv(outcome.features, positions), positions)
+            context = model.context_kv(outcome.features, positions, record)
+            batch.draft_cache.write(context, positions)
         batch.keep(unfinished)
         proposal = Proposal(nothing.tokens[: len(batch.answers)])
         if model is not None and batch.draft_cache is not None:
             proposal = draft(
                 model, target, batch.anchor_tokens, batch.anchors, batch.draft_cache, n,
-                use_head=use_head, sampling=sampling, generator=generator,
+                use_head=use_head, sampling=sampling, generator=generator, record=record,
             )  # fmt: skip
         logits, outcome, positions = verify(
             target, batch.anchor_tokens, batch.anchors, proposal.tokens, batch.cache
         )
         accepted, bonus = accept(proposal, logits, sampling, generator)
+        if trace is not None and record is not None:
+            record |= {"target_argmax": logits.argmax(-1), "accepted_run": accepted[:, None]}
+            trace.append(pick(record, 0))
         batch.anchor_tokens, batch.anchors = bonus, batch.anchors + accepted + 1
         unfinished = _commit_steps(
             batch.answers, proposal.tokens, accepted, bonus, max_new_tokens, end_tokens

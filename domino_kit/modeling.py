@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from domino_kit import alignment
 from domino_kit.config import DraftConfig
+from domino_kit.trace import Record, context_record
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one layer, each ``[B, kv_heads, length, head_dim]``."""
@@ -152,14 +153,19 @@ class DominoDraft(nn.Module):
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rope_tables(positions, self.config.head_dim, self.config.rope_theta)
 
-    def context_kv(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
+    def context_kv(
+        self, features: Tensor, positions: Tensor, record: Record | None = None
+    ) -> list[KeyValue]:
         """Keys and values of every layer for context ``features``.
 
         ``features`` is ``[B, S, layers*D]``, the target's captured layers side by side;
         ``positions`` is ``[B, S]`` (any value at padding). Every entry depends on its own position
-        alone, so a context may be projected in chunks and a cache never needs a repair.
+        alone, so a context may be projected in chunks and a cache never needs a repair. A
+        ``record`` takes the stages of the trace (:mod:`domino_kit.trace`), here and elsewhere.
         """
         context = self.hidden_norm(self.fc(features))
+        if record is not None:
+            record |= {"features": features, "context": context}
         tables = self._tables(positions)
         return [layer.self_attn.key_value(context, tables) for layer in self.layers]  # type: ignore[operator, union-attr]
 
@@ -213,6 +219,7 @@ class DominoDraft(nn.Module):
         context_positions: Tensor,
         anchors: Tensor,
         block_embeds: Tensor,
+        record: Record | None = None,
     ) -> Tensor:
         """Training pass: hidden rows ``[B, N, K, D]`` of N blocks a sample over one context.
 
@@ -222,8 +229,10 @@ class DominoDraft(nn.Module):
         batch, num_anchors, block_size, size = block_embeds.shape
         positions = alignment.block_positions(anchors, block_size).flatten(1)
         visible = alignment.visibility(anchors, context_positions, block_size)
-        context = self.context_kv(features, context_positions)
+        context = self.context_kv(features, context_positions, record)
         hidden = self.block_hidden(block_embeds.flatten(1, 2), positions, context, visible)
+        if record is not None:
+            record |= {"block_positions": positions, **context_record(context)}
         return hidden.view(batch, num_anchors, block_size, size)
 
 

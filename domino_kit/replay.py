@@ -13,8 +13,9 @@ from torch import Tensor
 from domino_kit import alignment
 from domino_kit.acceptance import chain_walk
 from domino_kit.decoding import check_num_proposals, check_pair, rollout
-from domino_kit.modeling import DominoDraft
+from domino_kit.modeling import DominoDraft, KeyValue
 from domino_kit.target import Target
+from domino_kit.trace import Record
 
 
 @dataclass(frozen=True)
@@ -72,25 +73,48 @@ def propose_everywhere(
 
     ``features`` is ``[1, S, layers*D]``. The context is projected once; anchors go in chunks.
     """
-    config = model.config
-    tokens = torch.tensor([text.prompt + text.answer], device=features.device)
-    positions = torch.arange(tokens.shape[1], device=features.device)[None]
+    tokens = torch.tensor(text.prompt + text.answer, device=features.device)
+    positions = torch.arange(len(tokens), device=features.device)[None]
     context = model.context_kv(features, positions)
-    first, last = len(text.prompt), tokens.shape[1] - 1
     proposals = [torch.empty(0, num_proposals, dtype=torch.long, device=features.device)]
+    first, last = len(text.prompt), len(tokens) - 1
     for start in range(first, last, chunk_anchors):
         anchors = torch.arange(start, min(start + chunk_anchors, last), device=features.device)
-        anchor_tokens = tokens[0, anchors]
-        block = alignment.block_inputs(anchor_tokens, config.block_size, config.mask_token_id)
-        seen = int(anchors[-1])
-        hidden = model.block_hidden(
-            target.embed(block).flatten(0, 1)[None],
-            alignment.block_positions(anchors, config.block_size).flatten()[None],
-            [(keys[:, :, :seen], values[:, :, :seen]) for keys, values in context],
-            alignment.visibility(anchors[None], positions[:, :seen], config.block_size),
-        )
-        hidden = hidden.view(len(anchors), config.block_size, -1)
         proposals.append(
-            rollout(model, target, hidden, anchor_tokens, num_proposals, use_head=use_head).tokens
+            propose_at(target, model, context, tokens, anchors, num_proposals, use_head=use_head)
         )
     return torch.cat(proposals)
+
+
+def propose_at(
+    target: Target,
+    model: DominoDraft,
+    context: list[KeyValue],
+    tokens: Tensor,
+    anchors: Tensor,
+    num_proposals: int,
+    *,
+    use_head: bool = True,
+    record: Record | None = None,
+) -> Tensor:
+    """Proposals ``[N, n]`` after the ``anchors [N]`` of a text ``tokens [S]``, in increasing order.
+
+    ``context`` holds each layer's keys and values of the whole text, ``[1, kv_heads, S, head_dim]``.
+    """
+    config, block_size = model.config, model.config.block_size
+    block = alignment.block_inputs(tokens[anchors], block_size, config.mask_token_id)
+    embeds, positions = target.embed(block), alignment.block_positions(anchors, block_size)
+    seen = int(anchors[-1])
+    context_positions = torch.arange(seen, device=anchors.device)[None]
+    hidden = model.block_hidden(
+        embeds.flatten(0, 1)[None],
+        positions.flatten()[None],
+        [(keys[:, :, :seen], values[:, :, :seen]) for keys, values in context],
+        alignment.visibility(anchors[None], context_positions, block_size),
+    )
+    hidden = hidden.view(len(anchors), block_size, -1)
+    if record is not None:
+        record |= {"block_ids": block, "block_positions": positions, "block_embeds": embeds}
+    return rollout(
+        model, target, hidden, tokens[anchors], num_proposals, use_head=use_head, record=record
+    ).tokens

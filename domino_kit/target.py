@@ -259,8 +259,12 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer: of the generation config, else the tokenizer's."""
-    generation = getattr(model, "generation_config", None)
+    """Every token that ends an answer: of a loaded model's generation config, else the tokenizer's."""
+    return end_tokens_of(getattr(model, "generation_config", None), tokenizer)
+
+
+def end_tokens_of(generation: Any, tokenizer: Any) -> list[int]:
+    """:func:`end_token_ids` from a generation config, which may be ``None``."""
     ids = getattr(generation, "eos_token_id", None)
     if ids is None:
         ids = tokenizer.eos_token_id

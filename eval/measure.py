@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from domino_kit.acceptance import Acceptance, histogram
-from domino_kit.checkpoint import load_draft
-from domino_kit.contract import TargetIdentity, compare_targets, target_identity
+from domino_kit.checkpoint import load_draft, resolve_folder
+from domino_kit.contract import PROMPT_FACTS
 from domino_kit.decoding import Answer, Sampling, generate
+from domino_kit.eval.positions import positions_table
 from domino_kit.eval.prompt_set import Prompt
+from domino_kit.manifest import TargetIdentity, target_identity
 from domino_kit.modeling import DominoDraft
 from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
+from domino_kit.target_contract import check_loaded, check_prompts, compare_files, target_files
 
 Say = Callable[[str], None]
 
@@ -39,7 +42,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Task:
-    """What every candidate is measured on: the same prompts, lengths and proposals."""
+    """What every candidate is measured on: the same prompts, lengths and proposals.
+
+    ``bucket`` is the width of the report's position buckets, ``None`` powers of two. Prompts are
+    replayed ``replay_batch`` at a time.
+    """
 
     prompts: list[Prompt]
     prompt_ids: list[list[int]]
@@ -49,6 +56,8 @@ class Task:
     batch_size: int
     sampling: Sampling
     seed: int = 0
+    bucket: int | None = None
+    replay_batch: int = 8
 
 
 def load_candidates(
@@ -57,14 +66,19 @@ def load_candidates(
     target_name: str,
     hf_model: Any,
     tokenizer: Any,
+    prompts: Sequence[Prompt],
     thinking: bool | None,
+    allow: Sequence[str],
     say: Say,
 ) -> list[Candidate]:
     """Load the draft and what it is compared with (``off``: the same draft, head off).
 
-    Raises ``ValueError`` if a draft was trained for another target or does not fit this one.
+    Raises ``ValueError`` if a draft was trained for another target or does not fit this one, except
+    for the facts named by ``allow``.
     """
     weight = hf_model.get_input_embeddings().weight
+    files = target_files(target_name, hf_model.config, tokenizer)
+    messages = [prompt.messages for prompt in prompts]
     candidates: list[Candidate] = []
     here: TargetIdentity | None = None
     for source in [draft, *compare]:
@@ -74,32 +88,22 @@ def load_candidates(
                 raise ValueError(f"--compare off needs a draft with a head; {draft} has none.")
             candidates.append(Candidate(first.name, first.model, first.target, use_head=False))
             continue
-        model, manifest = load_draft(source, weight.dtype, str(weight.device))
+        contract, config, manifest = compare_files(resolve_folder(source), files)
+        if config is not None and not contract.errors:
+            target = Target(hf_model, list(config.target_layer_ids), allow_last_layer=True)
+            if manifest is not None:
+                here = here or target_identity(target_name, target, tokenizer, thinking)
+                check_loaded(contract, manifest.target, here)
+        check_prompts(contract, manifest, tokenizer, messages, thinking)
+        contract.only_warn(PROMPT_FACTS)  # what is measured here may well be just that
+        contract.allow(allow)
+        for warning in contract.warnings:
+            say(f"warning: draft {source}: {warning.message}")
+        contract.stop()
+        model, _ = load_draft(source, weight.dtype, str(weight.device))
         target = Target(hf_model, list(model.config.target_layer_ids), allow_last_layer=True)
-        _check_fit(source, model, target)
-        if manifest is not None:
-            here = here or target_identity(target_name, target, tokenizer, thinking)
-            errors, warnings = compare_targets(manifest.target, here)
-            if errors:
-                raise ValueError(f"draft {source}: {errors[0]}")
-            for warning in warnings:
-                say(f"warning: draft {source}: {warning}")
         candidates.append(Candidate(_name(source, candidates), model, target))
     return candidates
-
-
-def _check_fit(source: str, model: DominoDraft, target: Target) -> None:
-    config = model.config
-    for found, wanted, what in (
-        (config.vocab_size, target.vocab_size, "vocab_size"),
-        (config.hidden_size, target.hidden_size, "hidden_size"),
-        (config.num_target_layers, len(target.layers), "num_target_layers"),
-    ):
-        if found != wanted:
-            raise ValueError(
-                f"draft {source} has {what} {found}, but the target has {wanted}: it was made for "
-                "another target."
-            )
 
 
 def short_name(source: str) -> str:
@@ -193,6 +197,7 @@ def measure(
                 accepted = replay(
                     candidate.target, candidate.model, texts,
                     num_proposals=task.num_proposals, use_head=candidate.use_head,
+                    batch_size=task.replay_batch,
                 )  # fmt: skip
             else:
                 answers, speed = decode_all(
@@ -243,6 +248,7 @@ def run_entry(
     ``histograms`` has steps by accepted drafts for each prompt, ``accepted`` the run of each step;
     ``None`` where an engine's counters leave it open.
     """
+    sizes = [len(ids) for ids in task.prompt_ids]
     return {
         "draft": draft,
         "head": head,
@@ -254,6 +260,9 @@ def run_entry(
         "tokens_per_second": speed,
         "baseline_tokens_per_second": baseline,
         "categories": _categories(task, histograms, num_proposals),
+        "positions": positions_table(
+            list(zip(sizes, accepted, strict=True)), num_proposals, task.bucket
+        ),
         "prompts": [
             {
                 "id": prompt.prompt_id,

@@ -8,12 +8,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from domino_kit.eval.positions import CAUSES, RULE
+
 DEFINITIONS = {
     "accept_length": "mean accepted drafts a verify step + 1 (with bonus token)",
     "accepted_drafts_per_step": "mean accepted drafts a verify step (without bonus token)",
     "accept_rate": "accepted by proposed drafts",
     "last step": "drafts beyond an end token or max_new_tokens are not counted",
     "num_proposals": "drafts a step; block_size counts the anchor too",
+    "positions, lengths": "steps by their anchor's position, or by the prompt's length; steps that "
+    "could reach the end of their answer are left out",
+    "verdict": RULE,
 }
 
 
@@ -44,6 +49,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     _print_positions(report, console)
     _print_categories(report, console)
+    if "lengths" in report["runs"][0]:
+        _print_lengths(report, console)
+    _print_places(report, console)
+    _print_verdicts(report, console)
     if "sweep" in report:
         _print_sweep(report["sweep"], console)
     console.print("accept length = accepted drafts a step + 1 (the bonus token counts)")
@@ -51,7 +60,11 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+    return _decimals(value, 1)
+
+
+def _decimals(value: float | None, places: int) -> str:
+    return "" if value is None else f"{value:.{places}f}"
 
 
 def _print_sweep(sweep: dict[str, Any], console: Console) -> None:
@@ -122,6 +135,66 @@ def _print_categories(report: dict[str, Any], console: Console) -> None:
     for name in names:
         table.add_row(name, *(f"{run['categories'][name]['accept_length']:.3f}" for run in shown))
     console.print(table)
+
+
+def _print_lengths(report: dict[str, Any], console: Console) -> None:
+    """Acceptance of the same questions in longer and longer contexts."""
+    console.print("accept length of the same questions in longer contexts:")
+    shown = _one_mode(report)
+    table = _table()
+    for name in ("length", "prompts", "mean\ntokens"):
+        table.add_column(name, justify="right")
+    for run in shown:
+        for name in (f"{run['draft']}\nhead {run['head']}", "times the\nfirst", "steps"):
+            table.add_column(name, justify="right")
+    for place, first in enumerate(shown[0]["lengths"]["rows"]):
+        cells = [str(first["length"]), str(first["prompts"]), f"{first['prompt_tokens']:.0f}"]
+        for run in shown:
+            row = run["lengths"]["rows"][place]
+            cells += [
+                _decimals(row["accept_length"], 3),
+                _decimals(row["ratio"], 2),
+                str(row["verify_steps"]),
+            ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _print_places(report: dict[str, Any], console: Console) -> None:
+    """Acceptance by the position of a step's anchor in its text, where there is more than one row."""
+    shown = _one_mode(report)
+    tables = [
+        {(row["from"], row["to"]): row for row in run["positions"]["buckets"]} for run in shown
+    ]
+    places = sorted({place for rows in tables for place in rows})
+    if len(places) < 2:
+        return
+    console.print("accept length by position in the text, without the last steps of an answer:")
+    table = _table()
+    table.add_column("positions")
+    for run in shown:
+        table.add_column(f"{run['draft']}\nhead {run['head']}", justify="right")
+        table.add_column("steps", justify="right")
+    for first, last in places:
+        found = [rows.get((first, last)) for rows in tables]
+        cells = [
+            ("", "") if row is None else (f"{row['accept_length']:.3f}", str(row["verify_steps"]))
+            for row in found
+        ]
+        table.add_row(f"{first}-{last}", *(cell for pair in cells for cell in pair))
+    console.print(table)
+
+
+def _print_verdicts(report: dict[str, Any], console: Console) -> None:
+    """Where acceptance falls, and what may be behind it."""
+    said = [
+        f"{run['draft']} (head {run['head']}): {run[key]['verdict']}"
+        for run in _one_mode(report)
+        for key in ("lengths", "positions")
+        if run.get(key, {}).get("verdict") is not None
+    ]
+    for line in [*said, CAUSES] if said else []:
+        console.print(line)
 
 
 def _one_mode(report: dict[str, Any]) -> list[dict[str, Any]]:

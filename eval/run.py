@@ -11,10 +11,13 @@ from rich.console import Console
 
 from domino_kit.chat_template import prompt_ids, render
 from domino_kit.checkpoint import resolve_folder
-from domino_kit.contract import json_hash, library_versions, read_manifest
+from domino_kit.config import read_config
+from domino_kit.contract import check_allowed
 from domino_kit.decoding import Sampling
 from domino_kit.eval.engine import EngineOptions, add_served, measure_served, prepare_engine
+from domino_kit.eval.lengths import choose_questions, length_rows, lengthen, longest_prompt
 from domino_kit.eval.measure import Task, check_lengths, equal_proposals, load_candidates, measure
+from domino_kit.eval.positions import verdict
 from domino_kit.eval.prompt_set import Prompt, read_prompts
 from domino_kit.eval.report import (
     DEFINITIONS,
@@ -23,6 +26,9 @@ from domino_kit.eval.report import (
     write_json,
     write_picture,
 )
+from domino_kit.fingerprint import json_hash
+from domino_kit.manifest import library_versions, read_manifest
+from domino_kit.serve.flags import read_flags, whole_number
 from domino_kit.target import (
     choose_device,
     choose_dtype,
@@ -30,6 +36,11 @@ from domino_kit.target import (
     load_target_model,
     load_tokenizer,
 )
+from domino_kit.target_contract import read_target_files
+
+MOST_NOTES = 1000
+QUESTIONS = 8
+"""With --lengths: prompts read for notes, and the questions asked without --limit."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,9 @@ class Options:
     url: str | None = None
     baseline_url: str | None = None
     concurrency: tuple[int, ...] = (1,)
+    bucket: int | None = None
+    lengths: tuple[int, ...] | None = None
+    allow: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
     @property
@@ -88,7 +102,8 @@ def run_evaluation(options: Options) -> int:
     """
     notes = Console(stderr=True, markup=False)
     _check(options)
-    prompts = read_prompts(options.prompts, options.limit)
+    wanted = options.limit if options.lengths is None else MOST_NOTES
+    prompts = read_prompts(options.prompts, wanted)
     name, thinking = _target(options)
     device = choose_device(options.device)
     engine = None
@@ -98,6 +113,9 @@ def run_evaluation(options: Options) -> int:
             compared=options.engine == "both", warn=notes.print,
         )  # fmt: skip
     tokenizer = load_tokenizer(name, options.trust_remote_code)
+    lengths: list[int] = []
+    if options.lengths is not None:
+        lengths, prompts = _longer(options, prompts, name, tokenizer, thinking)
     task = Task(
         prompts=prompts,
         prompt_ids=[prompt_ids(tokenizer, prompt.messages, thinking) for prompt in prompts],
@@ -107,6 +125,8 @@ def run_evaluation(options: Options) -> int:
         batch_size=options.batch_size,
         sampling=options.sampling,
         seed=options.seed,
+        bucket=options.bucket,
+        replay_batch=1 if lengths else 8,  # a long text fills a batch
     )
     facts = {
         "target": name,
@@ -122,6 +142,8 @@ def run_evaluation(options: Options) -> int:
             served = measure_served(task, engine, status.update)
             ids = [prompt.prompt_id for prompt in prompts]
             add_served(result, served, ids, greedy=options.sampling.greedy)
+    if lengths:
+        _add_lengths(result["runs"], lengths, task.prompt_ids)
     report = {**facts, **_settings(options), **result}
     print_report(report, Console(markup=False))
     if options.output is not None:
@@ -152,6 +174,40 @@ def _check(options: Options) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
 
+def _longer(
+    options: Options, prompts: list[Prompt], name: str, tokenizer: Any, thinking: bool | None
+) -> tuple[list[int], list[Prompt]]:
+    """The lengths to measure, and the same questions lengthened to each in turn."""
+    drafts = [source for source in (options.draft, *options.compare) if source != "off"]
+    configs = [read_config(resolve_folder(source) / "config.json") for source in drafts]
+    drafted = min(config.max_position_embeddings for config in configs)
+    target = read_target_files(name, options.trust_remote_code).text_config
+    context = min(
+        drafted,
+        getattr(target, "max_position_embeddings", None) or drafted,
+        whole_number(read_flags(options.extra), "--context-length", drafted),
+    )
+    block_size = max(config.block_size for config in configs)
+    longest = longest_prompt(context, options.max_new_tokens, block_size)
+    lengths, prompts, count = choose_questions(
+        tokenizer, prompts, thinking, options.lengths or (), options.limit or QUESTIONS, longest
+    )
+    longer = [lengthen(tokenizer, prompts, thinking, length, count) for length in lengths]
+    return lengths, [prompt for group in longer for prompt in group]
+
+
+def _add_lengths(
+    runs: list[dict[str, Any]], lengths: list[int], prompt_ids: list[list[int]]
+) -> None:
+    """Give every run its acceptance by length of the context."""
+    sizes = [len(ids) for ids in prompt_ids]
+    for run in runs:
+        accepted = [prompt["accepted_runs"] for prompt in run["prompts"]]
+        pairs = list(zip(sizes, accepted, strict=True))
+        rows = length_rows(lengths, pairs, run["num_proposals"])
+        run["lengths"] = {"rows": rows, "verdict": verdict(rows)}
+
+
 def _measure_hf(
     options: Options,
     task: Task,
@@ -171,7 +227,9 @@ def _measure_hf(
         facts["target"],
         hf_model,
         tokenizer,
+        task.prompts,
         facts["thinking"],
+        check_allowed(options.allow),
         warn,
     )
     wanted = task.num_proposals or options.num_proposals

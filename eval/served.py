@@ -135,29 +135,33 @@ def _add(answer: ServedAnswer, event: dict[str, Any], seconds: float) -> None:
 
 
 async def _ask_all(
-    url: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], concurrency: int
+    url: str, prompts: Sequence[Sequence[int]], sampling: Sequence[dict[str, Any]], concurrency: int
 ) -> list[ServedAnswer]:
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, limits=limits) as client:
 
-        async def one(prompt: Sequence[int]) -> ServedAnswer:
+        async def one(prompt: Sequence[int], settings: dict[str, Any]) -> ServedAnswer:
             async with gate:
-                return await ask(client, prompt, sampling)
+                return await ask(client, prompt, settings)
 
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        return list(await asyncio.gather(*map(one, prompts, sampling)))
 
 
 def ask_all(
-    url: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], concurrency: int
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    sampling: dict[str, Any] | Sequence[dict[str, Any]],
+    concurrency: int,
 ) -> tuple[list[ServedAnswer], float]:
     """All answers in the prompts' order, at most ``concurrency`` at once, and the seconds taken.
 
-    Raises :class:`RequestFailed`, also where the server cannot be reached.
+    ``sampling`` is for all prompts or one for each. Raises :class:`RequestFailed`, also where the server cannot be reached.
     """
+    each = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
     started = time.perf_counter()
     try:
-        answers = asyncio.run(_ask_all(url, prompts, sampling, concurrency))
+        answers = asyncio.run(_ask_all(url, prompts, each, concurrency))
     except httpx.HTTPError as error:
         said = str(error) or type(error).__name__
         raise RequestFailed(f"{url} did not answer: {said}.") from None

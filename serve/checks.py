@@ -84,7 +84,8 @@ def check_draft_files(folder: Path) -> None:
         if found[field] != wanted:
             raise ValueError(
                 f"{folder / 'config.json'}: {field} is {found[field]!r}; SGLang reads a draft "
-                f"with {json.dumps(wanted)} only, so write that."
+                f"with {json.dumps(wanted)} only, so write one that it reads: domino import {folder} "
+                "--output FOLDER"
             )
     from domino_kit.checkpoint import ALIASES, canonical_name
 
@@ -93,8 +94,8 @@ def check_draft_files(folder: Path) -> None:
         if name not in ALIASES and canonical_name(name) != plain:
             raise ValueError(
                 f"{folder}: SGLang would skip tensor {name!r} without a word, since it expects the "
-                f"name {canonical_name(name)!r}; rewrite the draft with load_draft and save_draft "
-                "of domino_kit.checkpoint."
+                f"name {canonical_name(name)!r}; write a draft that it reads: domino import {folder} "
+                "--output FOLDER"
             )
 
 
@@ -102,7 +103,7 @@ def _tensor_names(folder: Path) -> list[str]:
     """Names from the headers of a draft's safetensors files, or from their index."""
     from safetensors import SafetensorError, safe_open
 
-    from domino_kit.checkpoint import INDEX_NAME, WEIGHTS_NAME
+    from domino_kit.fingerprint import INDEX_NAME, WEIGHTS_NAME
 
     weights, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
     if weights.is_file():

@@ -59,8 +59,20 @@ def read_report(url: str) -> dict[str, Any]:
     return reports[0]
 
 
+FACT_OF = {
+    "head": "head_active",
+    "mask_token_id": "mask_token_id",
+    "shift_label": "label_mode",
+    "target_layer_ids": "layer_ids",
+}
+"""Under which name of the contract each reported fact can be allowed."""
+
+
 def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wanted: Any) -> None:
-    """Raise ``ServerError`` unless the server runs the draft as its config, and ``wanted``, say."""
+    """Raise ``ServerError`` unless the server runs the draft as its config, and ``wanted``, say.
+
+    Also for an error of the contract inside the server (``serve/live.py``), unless it only reports.
+    """
     if report["hooks_missing"]:
         raise ServerError(
             f"the plugin could not apply {report['hooks_missing']} to this SGLang; install a "
@@ -69,6 +81,12 @@ def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wan
     served = report["draft"]
     if served is None:
         raise ServerError("the server runs without a draft.")
+    contract = report.get("contract") or {"mode": "stop", "findings": [], "allowed": []}
+    reports_only = contract["mode"] == "report"
+    for finding in contract["findings"]:
+        if finding["severity"] == "error" and not reports_only:
+            raise ServerError(f"{finding['name']}: {finding['message']}")
+    accepted = FACT_OF.values() if reports_only else contract["allowed"]
     expected = {
         "head": config.has_head,
         "mask_token_id": config.mask_token_id,
@@ -77,11 +95,17 @@ def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wan
         **wanted,
     }
     for name, value in expected.items():
-        if served[name] != value:
+        if served[name] != value and FACT_OF.get(name) not in accepted:
             what = "the Domino head is not active" if name == "head" else "the draft is misread"
             raise ServerError(
                 f"{what}: the server has {name} {served[name]!r}, {draft} says {value!r}."
             )
+
+
+def contract_notes(report: dict[str, Any]) -> list[str]:
+    """What the contract inside the server found, one line each, to be said as a warning."""
+    findings = (report.get("contract") or {}).get("findings", [])
+    return [f"{finding['name']}: {finding['message']}" for finding in findings]
 
 
 def measure_gain(

@@ -24,10 +24,10 @@ from domino_kit.serve.flags import (
     check_flags,
     read_flags,
 )
-from domino_kit.serve.plugin import CPU_POOL_TOKENS, PLATFORM_NAME
+from domino_kit.serve.plugin import ALLOW_VARIABLE, CPU_POOL_TOKENS, PLATFORM_NAME
 
 if TYPE_CHECKING:
-    from domino_kit.contract import Manifest
+    from domino_kit.manifest import Manifest
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -46,6 +46,7 @@ class ServeOptions:
     port: int = 30000
     device: str = "auto"
     dtype: str = "auto"
+    allow: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
 
@@ -54,7 +55,8 @@ class ServePlan:
     """A server that passed every check that needs no server.
 
     ``environment`` is what to add to the process's own; ``block_size`` is the served one, which may
-    be shorter than ``config.block_size``; ``notes`` are warnings, one line each.
+    be shorter than ``config.block_size``; ``notes`` are warnings, one line each, and
+    ``block_note`` is the one about the block.
     """
 
     command: list[str]
@@ -69,6 +71,7 @@ class ServePlan:
     host: str
     port: int
     notes: list[str]
+    block_note: str = ""
 
     def shell_line(self) -> str:
         """The command with its environment, as one line to copy into a shell."""
@@ -91,16 +94,17 @@ def plan_serve(
     device = resolve_device(options.device)
     dtype = _resolve_dtype(options.dtype, device, config)
     check_environment(environ, device)
-    block_size, block_notes = check_flags(flags, config, device)
+    block_size, flag_notes = check_flags(flags, config, device)
     target = _target_name(options, manifest)
     target_config = read_target_config(target, flags)
     check_target(target, target_config, config, flags, device)
     if check_port:
         check_port_free(options.host, options.port)
-    notes += [*block_notes, *_notes(target, target_config, manifest, flags)]
+    notes += [*flag_notes, *_notes(target, target_config, manifest, flags)]
+    notes += _check_contract(options, draft, target, target_config, manifest, flags)
     return ServePlan(
         command=_command(options, target, draft, config, device, dtype, flags),
-        environment=_environment(device),
+        environment=_environment(device, options.allow),
         target=target,
         draft=draft,
         config=config,
@@ -111,6 +115,7 @@ def plan_serve(
         host=options.host,
         port=options.port,
         notes=notes,
+        block_note=flag_notes[0] if block_size != config.block_size else "",
     )
 
 
@@ -130,7 +135,7 @@ def resolve_device(wanted: str) -> str:
 
 def _read_draft(name: str) -> "tuple[Path, DraftConfig, Manifest | None]":
     from domino_kit.checkpoint import resolve_folder
-    from domino_kit.contract import read_manifest
+    from domino_kit.manifest import read_manifest
 
     folder = resolve_folder(name)
     config = read_config(folder / "config.json")
@@ -190,11 +195,41 @@ def _notes(target: str, target_config: Any, manifest: "Manifest | None", flags: 
     return notes
 
 
-def _environment(device: str) -> dict[str, str]:
-    if device != "cpu":
-        return {}
-    # A GPU that is there must not be found: in places SGLang asks PyTorch, not the platform.
-    return {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+def _check_contract(
+    options: ServeOptions,
+    draft: Path,
+    target: str,
+    target_config: Any,
+    manifest: "Manifest | None",
+    flags: Flags,
+) -> list[str]:
+    """Compare the files with what was trained; returns warnings.
+
+    How requests write their prompts is up to them, so those facts only warn. Raises ``ValueError``
+    for any other difference that is not allowed.
+    """
+    from domino_kit.contract import PROMPT_FACTS, check_allowed
+    from domino_kit.target_contract import compare_files, prompt_notes, read_tokenizer, target_files
+
+    allowed = check_allowed(options.allow)
+    tokenizer, why = read_tokenizer(target, "--trust-remote-code" in flags)
+    files = target_files(target, target_config, tokenizer, why)
+    contract, _, _ = compare_files(draft, files)
+    if "--context-length" in flags:
+        contract.only_warn(["context_length"])
+    contract.only_warn(PROMPT_FACTS)
+    contract.allow(allowed)
+    contract.stop()
+    found = [f"{finding.name}: {finding.message}" for finding in contract.warnings]
+    return found + prompt_notes(manifest, tokenizer)
+
+
+def _environment(device: str, allow: tuple[str, ...]) -> dict[str, str]:
+    environment = {ALLOW_VARIABLE: ",".join(allow)} if allow else {}
+    if device == "cpu":
+        # A GPU that is there must not be found: in places SGLang asks PyTorch, not the platform.
+        environment |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+    return environment
 
 
 def _command(

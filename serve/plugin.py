@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from domino_kit import __version__
@@ -14,6 +15,14 @@ REPORT_KEY = "domino_kit"
 PLAIN_PARAM = "speculate"
 """A request whose ``custom_params`` say ``{"speculate": false}`` is decoded without the draft, as
 long as all requests beside it are: the measure of what the draft gains on the same server."""
+TRACE_PARAM = "trace"
+"""A request whose ``custom_params`` say ``{"trace": NAME}`` is traced, to ``FOLDER/NAME``."""
+PROBE_VARIABLE = "DOMINO_KIT_PROBE"
+"""Environment variable of a server: the FOLDER of its traces. Not set: nothing can be traced."""
+CONTRACT_VARIABLE = "DOMINO_KIT_CONTRACT"
+"""``stop`` (the default) ends a server with an error that is not allowed; ``report`` never does."""
+ALLOW_VARIABLE = "DOMINO_KIT_ALLOW"
+"""Names of facts, with commas between, whose difference is said and accepted."""
 CPU_POOL_TOKENS = 32768
 """Slots of a CPU server's KV pool unless flags say otherwise: SGLang would size it by the machine's
 memory as if that were a GPU's, and take most of it."""
@@ -81,10 +90,23 @@ def _register_scheduler_hooks(on_cpu: bool) -> None:
         add_report,
         HookType.AFTER,
     )
+    from domino_kit.serve.live import check_worker
+
+    # A draft worker's last step before serving: weights, captured layers and tables are final.
+    HookRegistry.register(
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.init_cuda_graphs",
+        check_worker,
+        HookType.AFTER,
+    )
     if on_cpu:
         from domino_kit.serve.cpu_hooks import register_cpu_hooks
 
         register_cpu_hooks()
+    folder = os.environ.get(PROBE_VARIABLE)
+    if folder:
+        from domino_kit.serve.probe import register_probe
+
+        register_probe(Path(folder), on_cpu=on_cpu)
 
 
 def resolve_domino_name(server_args: Any, previous: Any) -> None:
@@ -145,15 +167,18 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
     from sglang.srt.platforms import current_platform
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from domino_kit.serve.live import live_report
+
     report: dict[str, Any] = {
         "version": __version__,
         "platform": current_platform.device_name,
         "process_group": os.getpgrp(),
         "hooks_missing": sorted(set(HookRegistry._hooks) - HookRegistry._patched),
+        "probe": os.environ.get(PROBE_VARIABLE) or None,
     }
     worker = scheduler.draft_worker
     if worker is None or not scheduler.spec_algorithm.is_dflash():
-        return {**report, "draft": None}
+        return {**report, "draft": None, "contract": None}
     model = worker.draft_model
     report["draft"] = {
         "head": bool(worker._is_domino and model.prefix_gru is not None),
@@ -165,4 +190,5 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
         "plain_requests": hasattr(type(worker), "_plain_step"),
         "dtype": str(worker.draft_model_runner.dtype).removeprefix("torch."),
     }
+    report["contract"] = live_report(worker)
     return report

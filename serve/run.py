@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import httpx
 from rich.console import Console
 
-from domino_kit.serve.confirm import PROMPTS, Gain, check_report, measure_gain, read_report
+from domino_kit.serve.confirm import (
+    PROMPTS,
+    Gain,
+    check_report,
+    contract_notes,
+    measure_gain,
+    read_report,
+)
 from domino_kit.serve.plan import ServeOptions, ServePlan, plan_serve
 from domino_kit.serve.server import Server, ServerError, Stopped
 
@@ -84,6 +91,8 @@ def _confirm(
     if report["process_group"] != server.pid:
         raise ServerError(f"another server answers at {server.url}; give another --port.")
     check_report(report, plan.draft, plan.config, block_size=plan.block_size, dtype=plan.dtype)
+    for note in contract_notes(report):
+        notes.print(f"warning: {note}")
     head = "Domino head active" if plan.config.has_head else "plain DFlash, no head"
     notes.print(f"draft {plan.draft}: {head}, block {plan.block_size}, {plan.dtype}")
     if prompts:

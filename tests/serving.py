@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from domino_kit.train.recipe import read_recipe
 from domino_kit.train.run import train_run
 from domino_kit.train.setup import build_run
 from tests.tiny import random_prompts
-from tests.tiny_chat import chat_rows, save_target, write_jsonl
+from tests.tiny_chat import PLAIN, chat_rows, save_target, write_jsonl
 
 START_SECONDS = 300
 
@@ -57,10 +57,15 @@ def trained_pair(
     projector: str = "domino",
     steps: int = 300,
     attention: float = 0.03,
+    template: str = PLAIN,
 ) -> Pair:
     """A tiny random target, and a draft trained for a minute's fraction on its own answers."""
     target = save_target(
-        folder / "target", attention=attention, family=family, tie_word_embeddings=tied
+        folder / "target",
+        attention=attention,
+        template=template,
+        family=family,
+        tie_word_embeddings=tied,
     )
     data = write_jsonl(folder / "rows.jsonl", chat_rows(4))
     recipe = read_recipe(
@@ -87,13 +92,16 @@ def trained_pair(
 
 
 @contextmanager
-def serving(pair: Pair, *extra: str) -> Iterator[Server]:
-    """A real server for the pair, with ``extra`` SGLang flags."""
+def serving(
+    pair: Pair, *extra: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A real server for the pair, with ``extra`` SGLang flags and environment variables."""
     options = ServeOptions(
         str(pair.draft), str(pair.target), port=free_port(), device="cpu", extra=extra
     )
     plan = plan_serve(options, {})
-    with Server(plan.command, plan.environment, plan.host, plan.port, log=sys.stderr) as server:
+    variables = {**plan.environment, **(environment or {})}
+    with Server(plan.command, variables, plan.host, plan.port, log=sys.stderr) as server:
         server.wait_ready(START_SECONDS)
         yield server
 

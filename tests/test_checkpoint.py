@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from domino_kit.checkpoint import atomic_folder, load_draft, save_draft
-from domino_kit.contract import read_manifest
+from domino_kit.manifest import read_manifest
 from tests.tiny import tiny_draft
 
 

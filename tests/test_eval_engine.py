@@ -162,7 +162,7 @@ def test_all_three_ways_agree_through_the_command(tmp_path: Path) -> None:
     result = domino(
         "eval-acceptance", "--draft", pair.draft, "--prompts", data, "--engine", "both",
         "--max-new-tokens", "30", "--concurrency", "1,4", "--output", tmp_path / "report.json",
-        "--", "--log-level", "warning",
+        "--lengths", "32,200", "--limit", "3", "--", "--log-level", "warning",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     said = " ".join(result.stdout.split())
@@ -170,6 +170,9 @@ def test_all_three_ways_agree_through_the_command(tmp_path: Path) -> None:
     assert "the same server without the draft" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert [run["mode"] for run in report["runs"]] == ["replay", "decode", "served"]
+    by_length = [run["lengths"]["rows"] for run in report["runs"]]
+    assert by_length[0] == by_length[1] == by_length[2]
+    assert [row["prompts"] for row in by_length[0]] == [3, 3]
     assert [level["concurrency"] for level in report["sweep"]["levels"]] == [1, 4]
     assert all(level["ratio"] > 0 for level in report["sweep"]["levels"])
     assert report["libraries"]["sglang"] == "0.5.23"

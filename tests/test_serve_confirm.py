@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from domino_kit.serve.confirm import Gain, check_report
+from domino_kit.serve.confirm import Gain, check_report, contract_notes
 from domino_kit.serve.run import describe_gain
 from domino_kit.serve.server import ServerError
 from tests.tiny import MASK, tiny_config
@@ -55,6 +55,40 @@ def test_a_missing_draft_and_missing_hooks_are_named() -> None:
         check_report({**report(), "draft": None}, DRAFT, tiny_config())
     with pytest.raises(ServerError, match=r"some\.function"):
         check_report({**report(), "hooks_missing": ["some.function"]}, DRAFT, tiny_config())
+
+
+def with_contract(mode: str, *severities: str, **draft: Any) -> dict[str, Any]:
+    """A report with a finding of each severity about the label mode."""
+    findings = [
+        {"name": "label_mode", "severity": each, "message": "rows are read otherwise."}
+        for each in severities
+    ]
+    allowed = ["label_mode"] if severities == ("warning",) else []
+    contract = {
+        "mode": mode, "findings": findings, "checked": ["label_mode"], "unchecked": [],
+        "allowed": allowed,
+    }  # fmt: skip
+    return {**report(**draft), "contract": contract}
+
+
+def test_an_error_of_the_contract_is_the_reason() -> None:
+    with pytest.raises(ServerError, match=r"label_mode: rows are read otherwise\."):
+        check_report(with_contract("stop", "error", shift_label=False), DRAFT, tiny_config())
+    check_report(with_contract("stop"), DRAFT, tiny_config())
+
+
+@pytest.mark.parametrize(("mode", "severity"), [("stop", "warning"), ("report", "error")])
+def test_an_accepted_difference_is_only_said(mode: str, severity: str) -> None:
+    found = with_contract(mode, severity, shift_label=False)
+    check_report(found, DRAFT, tiny_config())
+    assert contract_notes(found) == ["label_mode: rows are read otherwise."]
+    with pytest.raises(ServerError, match="block_size 4"):
+        check_report(found, DRAFT, tiny_config(), block_size=8)
+
+
+def test_a_server_without_a_contract_has_nothing_to_say() -> None:
+    assert contract_notes(report()) == contract_notes({**report(), "contract": None}) == []
+    check_report({**report(), "contract": None}, DRAFT, tiny_config())
 
 
 def test_the_cycle_cost_is_the_break_even_acceptance() -> None:

@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from domino_kit.checkpoint import save_draft
-from domino_kit.contract import Manifest, TargetIdentity
 from domino_kit.serve.flags import ALIASES, READ, read_flags, whole_number
 from domino_kit.serve.plan import ServeOptions, ServePlan, plan_serve
-from tests.tiny import tiny_draft
+from tests.tiny import manifest_for, tiny_draft
 
 TARGET: dict[str, Any] = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32,
@@ -79,20 +78,6 @@ def plain_draft(place: Path) -> None:
     save_draft(
         place / "draft", tiny_draft(False, projector="none"), None, torch.float32, replace=True
     )
-
-
-def manifest_for(name: str) -> Manifest:
-    """A manifest that matters only for the target it names."""
-    target = TargetIdentity(
-        name=name, config_hash="", embedding_hash="", head_hash="", tokenizer_hash="",
-        chat_template_hash=None, thinking=None,
-    )  # fmt: skip
-    return Manifest(
-        toolkit_version="0", libraries={}, command=[], git_commit=None, seed=0, recipe={},
-        target=target, mask_token_id=1, mask_token_source="", target_layer_ids=[0, 2],
-        last_layer_norm=None, rope={}, shift_label=True, block_size=4, num_proposals=3,
-        weights_dtype="float32", data={}, training={}, measured={},
-    )  # fmt: skip
 
 
 def plan(
@@ -373,7 +358,7 @@ def test_unreadable_draft_config(place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["DominoDraftModel"]}, ["architectures", "DFlashDraftModel", "write"]),
+        ({"architectures": ["DominoDraftModel"]}, ["architectures", "DFlashDraftModel"]),
         ({"architectures": ["Qwen3DFlashDraftModel"]}, ["architectures", "DFlashDraftModel"]),
         ({"model_type": "domino"}, ["model_type", "'domino'", "qwen3"]),
         ({"model_type": None}, ["model_type", "None", "qwen3"]),
@@ -384,7 +369,7 @@ def test_configs_that_sglang_cannot_read(
 ) -> None:
     """Layouts of other tools that this toolkit reads but SGLang does not."""
     change_draft(place, **changes)
-    refuse(["config.json", "SGLang", *words], place)
+    refuse(["config.json", "SGLang", "domino import", *words], place)
 
 
 def test_missing_weights(place: Path) -> None:
@@ -407,7 +392,7 @@ def test_tensor_names_that_sglang_skips(place: Path, prefix: str) -> None:
     tensors = load_file(path)
     tensors[f"{prefix}fc.weight"] = tensors.pop("fc.weight")
     save_file(tensors, path)
-    refuse([f"{prefix}fc.weight", "'fc.weight'", "save_draft"], place)
+    refuse([f"{prefix}fc.weight", "'fc.weight'", "domino import"], place)
 
 
 def test_tensor_names_that_sglang_reads(place: Path) -> None:

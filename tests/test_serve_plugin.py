@@ -245,6 +245,7 @@ def fake_scheduler(
 
 
 def test_report_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOMINO_KIT_PROBE", "some/folder")
     monkeypatch.setattr(HookRegistry, "_hooks", {"b": [], "a": [], "c": []})
     monkeypatch.setattr(HookRegistry, "_patched", {"b"})
     report = plugin.describe_scheduler(fake_scheduler(layer_ids=[1, 5]))
@@ -253,6 +254,8 @@ def test_report_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report == {
         "version": __version__,
         "hooks_missing": ["a", "c"],
+        "probe": "some/folder",
+        "contract": None,
         "draft": {
             "head": True, "block_size": 16, "mask_token_id": MASK, "shift_label": True,
             "candidate_pool_size": 64, "target_layer_ids": [1, 5], "plain_requests": False,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from domino_kit.acceptance import Acceptance
 from domino_kit.checkpoint import load_draft
-from domino_kit.contract import read_manifest
 from domino_kit.decoding import generate
+from domino_kit.manifest import read_manifest
 from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
 from domino_kit.train.dataset import (

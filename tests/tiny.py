@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from domino_kit.config import DraftConfig
+from domino_kit.manifest import Manifest, TargetIdentity
 from domino_kit.modeling import DominoDraft, init_weights
 from domino_kit.target import Target
 
@@ -111,6 +112,20 @@ def tiny_draft(
             if name == "embed_proj.2.weight":
                 parameter.normal_(0.0, 2.0, generator=generator)
     return model.eval()
+
+
+def manifest_for(name: str) -> Manifest:
+    """A manifest that matters only for the target it names."""
+    target = TargetIdentity(
+        name=name, config_hash="", embedding_hash="", head_hash="", tokenizer_hash="",
+        chat_template_hash=None, thinking=None,
+    )  # fmt: skip
+    return Manifest(
+        toolkit_version="0", libraries={}, command=[], git_commit=None, seed=0, recipe={},
+        target=target, mask_token_id=1, mask_token_source="", target_layer_ids=[0, 2],
+        last_layer_norm=None, rope={"rope_theta": 10000.0}, shift_label=True, block_size=4, num_proposals=3,
+        weights_dtype="float32", data={}, training={}, measured={},
+    )  # fmt: skip
 
 
 def rollout_case(

@@ -54,7 +54,9 @@ def tiny_tokenizer(template: str | None = PLAIN) -> Any:
     )
 
 
-def save_target(folder: Path, *, attention: float = 1.0, **fields: Any) -> Path:
+def save_target(
+    folder: Path, *, attention: float = 1.0, template: str = PLAIN, **fields: Any
+) -> Path:
     """A tiny random chat model as a Hugging Face folder; its mask is id 1, its end token id 3.
 
     ``attention`` scales what attention adds: near 0 the next token follows from the last one, and
@@ -66,7 +68,7 @@ def save_target(folder: Path, *, attention: float = 1.0, **fields: Any) -> Path:
             layer.self_attn.o_proj.weight *= attention
     model.generation_config.eos_token_id = 3
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tiny_tokenizer(template).save_pretrained(folder)
     return folder
 
 

@@ -12,6 +12,7 @@ import torch
 
 from domino_kit.train.dataset import anchor_generators, collate, micro_batches
 from domino_kit.train.features import FeatureSource
+from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.objective import lambda_base, regression
 from domino_kit.train.report import Progress, write_checkpoint
 from domino_kit.train.setup import Run
@@ -138,7 +139,8 @@ def train(
 
     Checkpoints lie in ``output.folder/step-N``; ``metrics.jsonl`` and TensorBoard events beside
     them. ``source`` may be that of an earlier run on the same target, layers and data. Raises
-    ``ValueError`` if the loss stops being a number.
+    ``ValueError`` if the loss stops being a number, ``ParityError`` if the first or the last
+    checkpoint does not do what the training graph does.
     """
     recipe, options = run.recipe, run.recipe.train
     if options.threads is not None:
@@ -168,10 +170,14 @@ def train(
                 measured = validate(recipe, run.model, run.target, source, run.validation)
                 progress.validation(step, measured)
             if not last and _due(step, recipe.output.save_every):
-                write_checkpoint(run, step, command, measured, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                folder = write_checkpoint(run, step, command, measured, seconds)
+                if saved == 0:
+                    check_checkpoint(run, folder)  # a mismatch is better known now than at the end
                 saved = step
     if saved != step or step == 0:
-        write_checkpoint(run, step, command, measured, time.monotonic() - started)
+        folder = write_checkpoint(run, step, command, measured, time.monotonic() - started)
+    check_checkpoint(run, folder)
     return step
 
 

@@ -12,8 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from domino_kit import __version__
-from domino_kit.checkpoint import WEIGHTS_NAME, save_draft
-from domino_kit.contract import MANIFEST_NAME, Manifest, git_commit, library_versions
+from domino_kit.checkpoint import save_draft
+from domino_kit.fingerprint import WEIGHTS_NAME
+from domino_kit.manifest import (
+    MANIFEST_NAME,
+    TRACE_NAME,
+    Manifest,
+    git_commit,
+    library_versions,
+)
 from domino_kit.target import choose_dtype
 from domino_kit.train.setup import Run
 
@@ -141,6 +148,7 @@ def build_manifest(
             "rows": len(run.samples),
             "dropped": dict(run.dropped),
             "supervised_tokens": run.supervised_tokens,
+            "system_prompts": run.system_prompts,
         },
         training={
             "steps_done": step,
@@ -149,6 +157,8 @@ def build_manifest(
             "seconds": round(seconds, 1),
         },
         measured=measured,
+        draft=config.model_dump(mode="json"),
+        allowed=list(run.allowed),
     )
 
 
@@ -170,7 +180,7 @@ def write_checkpoint(
     manifest = build_manifest(run, step, command, measured, seconds)
     save_draft(folder, run.model, manifest, _save_dtype(run))
     _point(folder.with_name("latest"), folder.name)
-    for name in (WEIGHTS_NAME, "config.json", MANIFEST_NAME):
+    for name in (WEIGHTS_NAME, "config.json", MANIFEST_NAME, TRACE_NAME):
         _point(folder.with_name(name), f"latest/{name}")
     return folder
 

@@ -1,13 +1,14 @@
 """`domino train`: check the recipe, build the run, train it or only try it."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 
-from domino_kit.checkpoint import load_draft
 from domino_kit.train.features import FeatureSource
+from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.loop import train
 from domino_kit.train.memory import describe_run
 from domino_kit.train.recipe import Recipe, read_recipe
@@ -16,11 +17,18 @@ from domino_kit.train.setup import Run, build_run
 
 
 def run_training(
-    path: Path | None, overrides: list[str], *, dry_run: bool, quiet: bool, command: list[str]
+    path: Path | None,
+    overrides: list[str],
+    *,
+    dry_run: bool,
+    quiet: bool,
+    command: list[str],
+    allow: Sequence[str] = (),
 ) -> bool:
     """Train from a recipe; false if it was interrupted (a checkpoint is then saved).
 
-    Raises ``ValueError`` in one sentence for anything wrong in recipe, data or target.
+    Raises ``ValueError`` in one sentence for anything wrong in recipe, data or target, and
+    ``ParityError`` if a checkpoint does not do what the training graph does.
     """
     recipe = read_recipe(path, overrides)
     if dry_run:
@@ -31,15 +39,17 @@ def run_training(
         )
         shutil.rmtree(tried, ignore_errors=True)
     check_output(recipe)
-    run = build_run(recipe)
+    run = build_run(recipe, allow)
     console = Console(stderr=True, quiet=quiet and not dry_run, markup=False)
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip())
     for line in describe_run(run):
         console.print(line, highlight=False)
     if dry_run:
         written = write_checkpoint(run, 0, command, {}, 0.0)
-        load_draft(written, run.target.embedding.weight.dtype, str(run.target.device))
-        console.print(f"dry run: {written} loads; nothing was trained")
+        check_checkpoint(run, written)
+        console.print(
+            f"dry run: {written} loads, and drafts as the training graph does; nothing was trained"
+        )
         return True
     return train_run(run, command, quiet=quiet)
 

@@ -1,12 +1,16 @@
 """From a recipe to the objects of a run: target, data, draft, and what the manifest will say."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from domino_kit.chat_template import check_template_tokens
+from domino_kit.checkpoint import resolve_folder
 from domino_kit.config import DraftConfig
-from domino_kit.contract import TargetIdentity, target_identity
+from domino_kit.contract import PROMPT_FACTS, check_allowed
+from domino_kit.manifest import TargetIdentity, target_identity
 from domino_kit.conversations import read_rows
 from domino_kit.mask_token import resolve_mask_token
 from domino_kit.modeling import DominoDraft
@@ -18,6 +22,13 @@ from domino_kit.target import (
     end_token_ids,
     load_target_model,
     load_tokenizer,
+)
+from domino_kit.target_contract import (
+    TargetFiles,
+    check_loaded,
+    compare_files,
+    describe_prompts,
+    target_files,
 )
 from domino_kit.train.dataset import Sample, build_samples
 from domino_kit.train.initialise import initialise
@@ -37,6 +48,10 @@ class Run:
     validation: list[Sample]
     dropped: Counter[str]
     total_steps: int
+    tokenizer: Any
+    end_tokens: list[int]
+    system_prompts: list[dict[str, Any]]
+    allowed: tuple[str, ...] = ()
 
     @property
     def supervised_tokens(self) -> int:
@@ -44,10 +59,11 @@ class Run:
         return sum(sum(sample.loss_mask) for sample in self.samples)
 
 
-def build_run(recipe: Recipe) -> Run:
+def build_run(recipe: Recipe, allow: Sequence[str] = ()) -> Run:
     """Load and check everything, cheapest first.
 
-    Raises ``ValueError`` in one sentence for whatever in the recipe, data or target is wrong.
+    ``allow`` names facts in which a draft to start from may differ. Raises ``ValueError`` in one
+    sentence for whatever in the recipe, data or target is wrong.
     """
     device = choose_device(recipe.target.device)
     rows = read_rows(recipe.data.train, recipe.data.split, recipe.data.max_rows)
@@ -74,13 +90,37 @@ def build_run(recipe: Recipe) -> Run:
     }
     samples, dropped = build_samples(rows, tokenizer, **options)
     validation = build_samples(held_out, tokenizer, **options)[0] if held_out else []
+    identity = target_identity(recipe.target.name, target, tokenizer, recipe.target.thinking)
+    allowed: tuple[str, ...] = ()
+    if recipe.draft.init_from is not None:
+        files = target_files(recipe.target.name, hf_model.config, tokenizer)
+        allowed = check_start(recipe.draft.init_from, files, identity, allow)
     model = DominoDraft(config)
     initialise(model, target, recipe.train.seed, recipe.draft.init, recipe.draft.init_from)
-    identity = target_identity(recipe.target.name, target, tokenizer, recipe.target.thinking)
     return Run(
         recipe, target, identity, model.to(device), source, samples, validation, dropped,
-        total_steps(recipe, len(samples)),
+        total_steps(recipe, len(samples)), tokenizer, ends,
+        describe_prompts(rows, tokenizer, recipe.target.thinking), allowed,
     )  # fmt: skip
+
+
+def check_start(
+    source: Path, files: TargetFiles, identity: TargetIdentity, allow: Sequence[str]
+) -> tuple[str, ...]:
+    """Compare the draft to start from with this run's target; returns what was allowed.
+
+    Raises ``ValueError`` if it was trained for another target, except for the facts ``allow``.
+    """
+    contract, _, manifest = compare_files(resolve_folder(source), files)
+    if manifest is not None:
+        check_loaded(contract, manifest.target, identity)
+    contract.only_warn(PROMPT_FACTS)  # other prompts are a reason to go on training
+    contract.allow(check_allowed(allow))
+    try:
+        contract.stop()
+    except ValueError as error:
+        raise ValueError(f"draft.init_from {source}: {error}") from None
+    return tuple(contract.allowed)
 
 
 def total_steps(recipe: Recipe, num_samples: int) -> int:

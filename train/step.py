@@ -9,6 +9,7 @@ from torch import Tensor
 from domino_kit import alignment
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import Target
+from domino_kit.trace import Record
 from domino_kit.train.dataset import Batch
 from domino_kit.train.features import BatchFeatures
 from domino_kit.train.objective import Loss, Rows, chunk_rows, dual_cross_entropy
@@ -31,9 +32,16 @@ def draw_blocks(
     gamma: float,
     generators: list[torch.Generator],
 ) -> Blocks:
-    """Sample anchors and weigh their rows: decay by offset where the label is supervised."""
-    config = model.config
+    """Sample anchors and weigh their rows."""
     anchors, keep = alignment.sample_anchors(batch.loss_mask, num_anchors, generators)
+    return weigh_blocks(batch, model, anchors, keep, gamma)
+
+
+def weigh_blocks(
+    batch: Batch, model: DominoDraft, anchors: Tensor, keep: Tensor, gamma: float
+) -> Blocks:
+    """Labels and weights at given anchors: decay by offset where the label is supervised."""
+    config = model.config
     labels, supervised = alignment.row_labels(
         batch.input_ids, batch.loss_mask, anchors, config.block_size, config.shift_label
     )
@@ -43,17 +51,27 @@ def draw_blocks(
 
 
 def forward_blocks(
-    model: DominoDraft, target: Target, batch: Batch, features: Tensor, blocks: Blocks
+    model: DominoDraft,
+    target: Target,
+    batch: Batch,
+    features: Tensor,
+    blocks: Blocks,
+    record: Record | None = None,
 ) -> Rows:
     """Run the draft on all blocks, teacher-forced: rows ``[B*N*K, ...]`` for the objective."""
     config = model.config
     anchor_tokens = batch.input_ids.gather(1, blocks.anchors)
     inputs = alignment.block_inputs(anchor_tokens, config.block_size, config.mask_token_id)
-    hidden = model(features, batch.positions, blocks.anchors, target.embed(inputs))
+    embeds = target.embed(inputs)
+    hidden = model(features, batch.positions, blocks.anchors, embeds, record)
+    if record is not None:
+        record |= {"block_ids": inputs, "block_embeds": embeds, "hidden": hidden}
     low_rank = None
     if config.has_head:
         tokens = alignment.gru_inputs(batch.input_ids, blocks.anchors, config.block_size)
         states = model.head_states(target.embed(tokens).flatten(0, 1)).view(*tokens.shape, -1)
+        if record is not None:
+            record["gru_states"] = alignment.row_states(states, config.shift_label)
         low_rank = model.head_hidden(hidden, alignment.row_states(states, config.shift_label))
         corrected = alignment.corrected_rows(
             config.block_size, config.shift_label, config.pure_draft_prefix_len
