@@ -21,10 +21,10 @@ from rich.table import Table
 from domino_kit.acceptance import Acceptance
 from domino_kit.chat_template import prompt_ids
 from domino_kit.checkpoint import resolve_folder
-from domino_kit.manifest import library_versions, read_manifest
 from domino_kit.eval.engine import without_draft
 from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.eval.served import ServedAnswer, ask_all
+from domino_kit.manifest import library_versions, read_manifest
 from domino_kit.serve.plan import ServeOptions, ServePlan, free_port, plan_serve
 from domino_kit.serve.server import Server
 from domino_kit.target import load_tokenizer

@@ -222,6 +222,9 @@ def eval_acceptance(**options: Any) -> None:
 @click.option("--url", help="A running server with the draft and the probe; default: start one.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Report as HTML.")
+@click.option("--lengths", is_flag=False, flag_value=DEFAULT_LENGTHS, callback=_lengths,
+              metavar="[N,N,…]",
+              help="Also acceptance in longer contexts, as in eval-acceptance.")  # fmt: skip
 @ALLOW
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG FLAGS]")
 def check(**options: Any) -> None:
@@ -251,6 +254,7 @@ def check(**options: Any) -> None:
 @click.option("--check-prompts", metavar="FILE", help="Ask these prompts instead of built-in ones.")
 @click.option("--start-timeout", type=click.FloatRange(1), default=1800, metavar="SECONDS",
               help="How long the server may take to start.")  # fmt: skip
+@ALLOW
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG FLAGS]")
 def serve(
     print_command: bool,

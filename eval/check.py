@@ -15,7 +15,7 @@ from domino_kit.checkpoint import load_draft, resolve_folder
 from domino_kit.config import DraftConfig
 from domino_kit.contract import PROMPT_FACTS, Contract, check_allowed
 from domino_kit.draft_contract import check_draft, check_loaded_weights
-from domino_kit.eval.check_prompts import CheckPrompt, fitting_prompts, choose_prompts
+from domino_kit.eval.check_prompts import CheckPrompt, choose_prompts, fitting_prompts
 from domino_kit.eval.check_report import print_contract, print_stages, write_reports
 from domino_kit.eval.check_stages import (
     Pair,
@@ -27,6 +27,7 @@ from domino_kit.eval.check_stages import (
     trace_recorded,
     trace_served,
 )
+from domino_kit.eval.lengths import sweep_lengths
 from domino_kit.manifest import Manifest, target_identity
 from domino_kit.parity import StageResult, compare_paths, first_difference
 from domino_kit.serve.confirm import read_report
@@ -72,6 +73,7 @@ class CheckOptions:
     url: str | None = None
     output: Path | None = None
     page: Path | None = None
+    lengths: tuple[int, ...] | None = None
     extra: tuple[str, ...] = ()
 
 
@@ -126,8 +128,8 @@ def _check_options(options: CheckOptions) -> None:
         raise ValueError("--url and flags after -- are for a server; add --engine sglang or both.")
     if options.url and options.extra:
         raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
-    if options.static and options.engine != "hf":
-        raise ValueError("--static reads files only; leave --engine out.")
+    if options.static and (options.engine != "hf" or options.lengths is not None):
+        raise ValueError("--static reads files only; leave --engine and --lengths out.")
     for path in (options.output, options.page):
         if path is not None:  # better now than after the work
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,9 +153,7 @@ def _static(
         raise ValueError(
             f"draft {options.draft} has no manifest that names its target; give --target."
         )
-    thinking = options.thinking
-    if thinking is None and manifest is not None:
-        thinking = manifest.target.thinking
+    thinking = _thinking(options, manifest)
     files = None
     if name is not None:
         try:
@@ -166,11 +166,18 @@ def _static(
     if files is not None and config is not None:
         check_target(contract, config, manifest, files)
         if files.tokenizer is not None:
-            asked = [prompt.messages for prompt in prompts]
+            asked = [prompt.prompt.messages for prompt in prompts]
             check_prompts(contract, manifest, files.tokenizer, asked, thinking)
             for prompt in prompts:
-                prompt.ids = prompt_ids(files.tokenizer, prompt.messages, thinking)
+                prompt.ids = prompt_ids(files.tokenizer, prompt.prompt.messages, thinking)
     return outcome, config, manifest, files, prompts
+
+
+def _thinking(options: CheckOptions, manifest: Manifest | None) -> bool | None:
+    """As given, else as trained."""
+    if options.thinking is None and manifest is not None:
+        return manifest.target.thinking
+    return options.thinking
 
 
 def _stages(
@@ -209,9 +216,16 @@ def _stages(
             _strict(outcome.contract, allowed)
             if not outcome.contract.blocking:
                 trace_served(traces, pair, url, report, asked, options.max_new_tokens, say)
-    if not outcome.contract.blocking and not _compare(outcome, pair, prompts):
-        _compare_runs(outcome)
-        _acceptance(outcome, manifest)
+    if outcome.contract.blocking or _compare(outcome, pair, prompts):
+        return
+    _compare_runs(outcome)
+    _acceptance(outcome, manifest)
+    if options.lengths is not None:
+        outcome.lengths = sweep_lengths(
+            pair.target, pair.model, files.tokenizer, [each.prompt for each in prompts],
+            _thinking(options, manifest), options.lengths, len(prompts), options.max_new_tokens,
+            pair.end_tokens, say,
+        )  # fmt: skip
 
 
 def _plan(

@@ -1,10 +1,9 @@
 """The prompts that `domino check` asks: given ones, or its own with the system prompt of training."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from domino_kit.config import DraftConfig
-from domino_kit.eval.prompt_set import read_prompts
+from domino_kit.eval.prompt_set import Prompt, read_prompts
 from domino_kit.manifest import Manifest
 from domino_kit.target_contract import TargetFiles
 
@@ -25,9 +24,9 @@ DEFAULT_LIMIT = 4
 
 @dataclass
 class CheckPrompt:
-    """One prompt as messages, and its token ids once a tokenizer was there."""
+    """One prompt, whether the user gave it, and its token ids once a tokenizer was there."""
 
-    messages: list[dict[str, Any]]
+    prompt: Prompt
     given: bool = False
     ids: list[int] = field(default_factory=list)
 
@@ -41,12 +40,15 @@ def choose_prompts(
     """
     if source is not None:
         read = read_prompts(source, limit or DEFAULT_LIMIT)
-        return [CheckPrompt(prompt.messages, given=True) for prompt in read]
+        return [CheckPrompt(prompt, given=True) for prompt in read]
     trained = (manifest.data.get("system_prompts") if manifest else None) or [{"system": None}]
     system = trained[0]["system"]
     before = [] if system is None else [{"role": "system", "content": system}]
     texts = OWN[: limit or len(OWN)]
-    return [CheckPrompt([*before, {"role": "user", "content": text}]) for text in texts]
+    return [
+        CheckPrompt(Prompt(f"own-{place}", "own", [*before, {"role": "user", "content": text}]))
+        for place, text in enumerate(texts)
+    ]
 
 
 def fitting_prompts(

@@ -49,6 +49,9 @@ def print_stages(outcome: "Outcome", console: Console, *, static: bool) -> None:
             f"acceptance length {outcome.steps['accept_length']:.2f} over "
             f"{outcome.steps['verify_steps']} steps (bonus token counted)"
         )
+    if outcome.lengths:
+        console.print("acceptance of the same questions in longer contexts (replay):")
+        console.print(_lengths_table(outcome.lengths))
     console.print(verdict(outcome, static=static))
 
 
@@ -88,6 +91,22 @@ def _table(stages: list[StageResult]) -> Table:
             f"{worst.worst.relative:.2g}",
             "" if worst.worst.place is None else str(worst.worst.place),
             "agrees" if worst.agrees else "DIFFERS",
+        )
+    return table
+
+
+def _lengths_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("length", "mean tokens", "steps", "accept length", "times the first"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        known = row["accept_length"] is not None and row["ratio"] is not None
+        table.add_row(
+            str(row["length"]),
+            f"{row['prompt_tokens']:.0f}",
+            str(row["verify_steps"]),
+            f"{row['accept_length']:.3f}" if known else "",
+            f"{row['ratio']:.2f}" if known else "",
         )
     return table
 

@@ -36,6 +36,7 @@ class EngineOptions:
     url: str | None = None
     baseline_url: str | None = None
     extra: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def prepare_engine(
             raise ValueError("--baseline-url needs --url, the server with the draft.")
         plan = plan_serve(
             ServeOptions(draft, target, port=free_port(), device=device, dtype=dtype,
-                         extra=options.extra),
+                         allow=options.allow, extra=options.extra),
             os.environ,
         )  # fmt: skip
         for note in plan.notes:

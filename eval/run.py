@@ -87,7 +87,7 @@ class Options:
         """The server to start or to ask."""
         trust = ("--trust-remote-code",) if self.trust_remote_code and self.url is None else ()
         extra = (*trust, *self.extra)
-        return EngineOptions(self.concurrency, self.url, self.baseline_url, extra)
+        return EngineOptions(self.concurrency, self.url, self.baseline_url, extra, self.allow)
 
     @property
     def sampling(self) -> Sampling:
@@ -279,6 +279,7 @@ def _settings(options: Options) -> dict[str, Any]:
             "seed": options.seed,
         },
         "prompts_source": options.prompts,
+        "allowed": list(options.allow),
         "libraries": library_versions(),
         "definitions": DEFINITIONS,
     }

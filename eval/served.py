@@ -156,7 +156,8 @@ def ask_all(
 ) -> tuple[list[ServedAnswer], float]:
     """All answers in the prompts' order, at most ``concurrency`` at once, and the seconds taken.
 
-    ``sampling`` is for all prompts or one for each. Raises :class:`RequestFailed`, also where the server cannot be reached.
+    ``sampling`` is for all prompts, or one for each. Raises :class:`RequestFailed`, also where the
+    server cannot be reached.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, dict) else sampling
     started = time.perf_counter()

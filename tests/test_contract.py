@@ -190,7 +190,7 @@ def test_allowing_downgrades_and_remembers() -> None:
 
 @pytest.mark.parametrize("name", ["config", "tensors", "weight"])
 def test_only_facts_can_be_allowed(name: str) -> None:
-    with pytest.raises(ValueError, match="names no fact that can be allowed; known: .*weights"):
+    with pytest.raises(ValueError, match=r"names no fact that can be allowed; known: .*weights"):
         check_allowed([name])
     assert check_allowed(["weights", "weights"]) == ("weights",)
     assert all(FACTS.values())

@@ -16,6 +16,7 @@ ELSEWHERE = {
     "make test": "this very suite",
     "pip install '.[serve]'": "the set-up of `make venv` installs the same package",
     "domino serve --draft runs/qwen3-8b": "test_serve_command.py runs it with a small draft",
+    "domino check --draft runs/qwen3-8b --engine both": "test_check_faults.py runs it",
     "domino eval-acceptance --draft runs/qwen3-8b --prompts gsm8k --engine sglang "
     "--concurrency 1,4,16": "test_eval_engine.py runs it with a small draft",
 }

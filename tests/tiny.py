@@ -123,7 +123,8 @@ def manifest_for(name: str) -> Manifest:
     return Manifest(
         toolkit_version="0", libraries={}, command=[], git_commit=None, seed=0, recipe={},
         target=target, mask_token_id=1, mask_token_source="", target_layer_ids=[0, 2],
-        last_layer_norm=None, rope={"rope_theta": 10000.0}, shift_label=True, block_size=4, num_proposals=3,
+        last_layer_norm=None, rope={"rope_theta": 10000.0}, shift_label=True, block_size=4,
+        num_proposals=3,
         weights_dtype="float32", data={}, training={}, measured={},
     )  # fmt: skip
 
