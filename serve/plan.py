@@ -104,7 +104,10 @@ def plan_serve(
     notes += _check_contract(options, draft, target, target_config, manifest, flags)
     return ServePlan(
         command=_command(options, target, draft, config, device, dtype, flags),
-        environment=_environment(device, options.allow),
+        # A shorter block was asked for by its flag, and a note says what that means.
+        environment=_environment(
+            device, (*options.allow, *(["block_size"] if block_size != config.block_size else []))
+        ),
         target=target,
         draft=draft,
         config=config,

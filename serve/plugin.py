@@ -169,12 +169,13 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
 
     from domino_kit.serve.live import live_report
 
+    folder = os.environ.get(PROBE_VARIABLE)
     report: dict[str, Any] = {
         "version": __version__,
         "platform": current_platform.device_name,
         "process_group": os.getpgrp(),
         "hooks_missing": sorted(set(HookRegistry._hooks) - HookRegistry._patched),
-        "probe": os.environ.get(PROBE_VARIABLE) or None,
+        "probe": str(Path(folder).absolute()) if folder else None,
     }
     worker = scheduler.draft_worker
     if worker is None or not scheduler.spec_algorithm.is_dflash():

@@ -254,7 +254,7 @@ def test_report_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report == {
         "version": __version__,
         "hooks_missing": ["a", "c"],
-        "probe": "some/folder",
+        "probe": str(Path("some/folder").absolute()),
         "contract": None,
         "draft": {
             "head": True, "block_size": 16, "mask_token_id": MASK, "shift_label": True,
