@@ -106,8 +106,8 @@ def check_target(
     Config, a few rows of each tensor, tokenizer and chat template; nothing is raised for a
     difference.
     """
-    _check_config(contract, config, manifest, target)
     _check_files(contract, manifest, target)
+    _check_config(contract, config, manifest, target)
     _check_mask(contract, config, target)
     _check_last_layer(contract, config, manifest)
     longest = getattr(target.text_config, "max_position_embeddings", None)
@@ -151,14 +151,9 @@ def _check_config(
 
 
 def _check_files(contract: Contract, manifest: Manifest | None, target: TargetFiles) -> None:
-    """Rows of the target's weights, and whether its output head is stored at all."""
-    if target.folder is None:
-        contract.could_not("target_weights", f"{target.name!r} is not on this machine yet")
-        return
-    try:
-        names = {name for name, _ in tensor_slices(target.folder)}
-    except ValueError:
-        contract.could_not("target_weights", f"{target.folder} has no readable safetensors files")
+    """A few rows of every tensor of the target."""
+    names = _stored_names(contract, target)
+    if names is None or target.folder is None:
         return
     contract.looked_at("head")
     if not target.tied and not any(name.endswith("lm_head.weight") for name in names):
@@ -185,6 +180,18 @@ def _check_files(contract: Contract, manifest: Manifest | None, target: TargetFi
             f"{' …' if len(different) > 3 else ''}). It was fine-tuned, merged or replaced "
             "afterwards; use the target that the draft was trained for, or train a draft for this.",
         )
+
+
+def _stored_names(contract: Contract, target: TargetFiles) -> set[str] | None:
+    """Names of the target's tensors, or ``None``, and a note, where they cannot be read."""
+    if target.folder is None:
+        contract.could_not("target_weights", f"{target.name!r} is not on this machine yet")
+        return None
+    try:
+        return {name for name, _ in tensor_slices(target.folder)}
+    except ValueError:
+        contract.could_not("target_weights", f"{target.folder} has no readable safetensors files")
+        return None
 
 
 def _check_mask(contract: Contract, config: DraftConfig, target: TargetFiles) -> None:

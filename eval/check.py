@@ -165,7 +165,10 @@ def _static(
     prompts = choose_prompts(options.prompts, options.limit, manifest)
     if files is not None and config is not None:
         check_target(contract, config, manifest, files)
-        if files.tokenizer is not None:
+        if options.static and not getattr(files.tokenizer, "chat_template", None):
+            for fact in ("thinking", "system_prompt"):
+                contract.could_not(fact, "the target has no chat template")
+        elif files.tokenizer is not None:
             asked = [prompt.prompt.messages for prompt in prompts]
             check_prompts(contract, manifest, files.tokenizer, asked, thinking)
             for prompt in prompts:

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +172,7 @@ FILE_FAULTS = [
               "prediction of its neighbour"),
     FileFault("block size changed", _config(lambda c: c.update(block_size=3)), "block_size",
               "trained with 4"),
-    FileFault("projector_type missing", _config(_headless), "config", "describe a Domino head"),
+    FileFault("projector_type missing", _config(_headless), "config", "projector_type"),
     FileFault("projector rows permuted", _weights(_permute), "weights", "in another order"),
     FileFault("projector weights from another run", _weights(_other_run), "weights",
               "embed_proj.0.weight"),
@@ -376,8 +375,7 @@ def pair_recipe(pair: Pair, folder: Path, *changes: str) -> Any:
     )  # fmt: skip
 
 
-@contextmanager
-def faulty_checkpoint(pair: Pair, folder: Path, fault: TrainingFault) -> Iterator[Path]:
+def faulty_checkpoint(pair: Pair, folder: Path, fault: TrainingFault) -> Path:
     """A checkpoint whose training code had the fault; training must notice if it is ``gated``."""
     run = build_run(pair_recipe(pair, folder, *fault.changes))
     if fault.changes:  # nothing to go on from: a head that adds something
@@ -390,7 +388,7 @@ def faulty_checkpoint(pair: Pair, folder: Path, fault: TrainingFault) -> Iterato
                 check_checkpoint(run, written)
         else:
             check_checkpoint(run, written)
-    yield written
+    return written
 
 
 # -- faults of a running server ------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def check(pair: Pair, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, A
     return result.returncode, json.loads(report.read_text()), seconds
 
 
+def row(name: str, report: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """A row of the table."""
+    found = {"stage": report["stage"], "cause": report["cause"], "seconds": seconds}
+    return {"fault": name, **found}
+
+
 def test_a_good_draft_passes(good: Pair, tmp_path: Path) -> None:
     for arguments in (("--static",), QUICK):
         status, report, _ = check(good, tmp_path, *arguments)
@@ -69,52 +76,69 @@ def test_a_good_draft_passes(good: Pair, tmp_path: Path) -> None:
     assert all(each["agrees"] for each in report["stages"])
 
 
+@pytest.fixture(scope="module")
+def spoilt(
+    good: Pair, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Any]]]:
+    """The reports of all selected faults of files and training, two commands at a time."""
+    specs = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {spec.params.get("fault") for spec in specs if spec is not None}
+    found: dict[str, Future[Any]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for fault in [fault for fault in FILE_FAULTS if fault in wanted]:
+            folder = tmp_path_factory.mktemp("files")
+            pair = copy_pair(good, folder)
+            arguments = fault.spoil(pair, folder) or ()
+            found[fault.name] = pool.submit(check, pair, folder, "--static", *arguments)
+        for fault in [fault for fault in TRAINING_FAULTS if fault in wanted]:
+            folder = tmp_path_factory.mktemp("training")
+            draft = faulty_checkpoint(good, folder, fault)
+            found[fault.name] = pool.submit(check, Pair(good.target, draft), folder, *QUICK)
+        yield found
+
+
 @pytest.mark.parametrize("fault", FILE_FAULTS, ids=lambda fault: fault.name)
-def test_files(good: Pair, tmp_path: Path, fault: FileFault, said: dict[str, Any]) -> None:
-    pair = copy_pair(good, tmp_path)
-    arguments = fault.spoil(pair, tmp_path) or ()
-    status, report, seconds = check(pair, tmp_path, "--static", *arguments)
-    said |= {"fault": fault.name, "stage": report["stage"], "cause": report["cause"],
-             "seconds": seconds}  # fmt: skip
+def test_files(spoilt: dict[str, Future[Any]], fault: FileFault, said: dict[str, Any]) -> None:
+    status, report, seconds = spoilt[fault.name].result()
+    said |= row(fault.name, report, seconds)
     assert status == 1
     assert (report["stage"], report["cause"]) == ("contract", fault.fact)
     assert fault.words in report["explanation"]
 
 
 @pytest.mark.parametrize("fault", TRAINING_FAULTS, ids=lambda fault: fault.name)
-def test_training(good: Pair, tmp_path: Path, fault: TrainingFault, said: dict[str, Any]) -> None:
-    with faulty_checkpoint(good, tmp_path, fault) as draft:
-        pair = Pair(good.target, draft)
-        status, report, seconds = check(pair, tmp_path, *QUICK)
-    said |= {"fault": fault.name, "stage": report["stage"], "cause": report["cause"],
-             "seconds": seconds}  # fmt: skip
+def test_training(
+    spoilt: dict[str, Future[Any]], fault: TrainingFault, said: dict[str, Any]
+) -> None:
+    status, report, seconds = spoilt[fault.name].result()
+    said |= row(fault.name, report, seconds)
     assert status == 1
     assert (report["stage"], report["cause"]) == (fault.stage, fault.cause)
     assert report["explanation"].startswith("training run differs at")
+
+
+@pytest.fixture(scope="module")
+def switch(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("switch") / "fault"
+    file.write_text("none")
+    return file
+
+
+@pytest.fixture(scope="module")
+def url(self, good: Pair, switch: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    environment = {
+        "PYTHONPATH": str(FAULT_SITE),
+        "DOMINO_TEST_FAULT_FILE": str(switch),
+        "DOMINO_KIT_PROBE": str(tmp_path_factory.mktemp("probe")),
+    }
+    with serving(good, environment=environment) as server:
+        yield server.url
 
 
 @pytest.mark.sglang
 @pytest.mark.slow
 class TestServed:
     """One server with all faults in its code, of which one at a time is in force."""
-
-    @pytest.fixture(scope="class")
-    def switch(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        file = tmp_path_factory.mktemp("switch") / "fault"
-        file.write_text("none")
-        return file
-
-    @pytest.fixture(scope="class")
-    def url(
-        self, good: Pair, switch: Path, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[str]:
-        environment = {
-            "PYTHONPATH": str(FAULT_SITE),
-            "DOMINO_TEST_FAULT_FILE": str(switch),
-            "DOMINO_KIT_PROBE": str(tmp_path_factory.mktemp("probe")),
-        }
-        with serving(good, environment=environment) as server:
-            yield server.url
 
     def test_without_a_fault(self, good: Pair, url: str, tmp_path: Path) -> None:
         status, report, _ = check(good, tmp_path, "--engine", "both", "--url", url)
@@ -134,8 +158,7 @@ class TestServed:
             )
         finally:
             switch.write_text("none")
-        said |= {"fault": fault.name, "stage": report["stage"], "cause": report["cause"],
-                 "seconds": seconds}  # fmt: skip
+        said |= row(fault.name, report, seconds)
         assert status == 1
         assert (report["stage"], report["cause"]) == (fault.stage, fault.cause)
         assert report["explanation"].startswith("served")
@@ -150,9 +173,9 @@ def test_faults_while_loading(
     monkeypatch.setenv("PYTHONPATH", str(FAULT_SITE))
     monkeypatch.setenv("DOMINO_TEST_FAULT", "loaded_wrong")
     status, report, seconds = check(good, tmp_path, "--engine", "sglang", *QUICK)
-    said |= {"fault": "rotary table, captured layers and weights wrong after loading",
-             "stage": report["stage"], "seconds": seconds,
-             "cause": ", ".join(e["name"] for e in report["contract"]["findings"])}  # fmt: skip
+    names = ", ".join(each["name"] for each in report["contract"]["findings"])
+    said |= row("rotary table, captured layers and weights wrong after loading", report, seconds)
+    said["cause"] = names
     assert status == 1
     assert report["stage"] == "contract"
     found = {each["name"]: each["message"] for each in report["contract"]["findings"]}
@@ -167,7 +190,6 @@ def test_a_shorter_block_is_named_before_the_start(
     status, report, seconds = check(
         good, tmp_path, "--engine", "sglang", *QUICK, "--", "--speculative-num-draft-tokens", "2"
     )
-    said |= {"fault": "draft served with a shorter block", "stage": report["stage"],
-             "cause": report["cause"], "seconds": seconds}  # fmt: skip
+    said |= row("draft served with a shorter block", report, seconds)
     assert status == 1
     assert (report["stage"], report["cause"]) == ("contract", "block_size")

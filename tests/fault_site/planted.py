@@ -26,9 +26,8 @@ class Edit(NamedTuple):
         assert source.count(text) == self.count, (
             f"{self.fault}: {text!r} is there {source.count(text)} times in {self.module}"
         )
-        choice = (
-            f"({self.wrong} if __import__('sys').planted_fault({self.fault!r}) else {self.right})"
-        )
+        force = f"__import__('sys').planted_fault({self.fault!r})"
+        choice = f"(({self.wrong}) if {force} else ({self.right}))"
         return source.replace(text, self.before + choice + self.after)
 
 
