@@ -74,8 +74,9 @@ class Contract:
 
     @property
     def errors(self) -> list[Finding]:
-        """Findings that stop."""
-        return [finding for finding in self.findings if finding.severity == "error"]
+        """Findings that stop; first those that cannot be allowed."""
+        found = [finding for finding in self.findings if finding.severity == "error"]
+        return sorted(found, key=lambda finding: finding.name not in FATAL)
 
     @property
     def blocking(self) -> list[Finding]:

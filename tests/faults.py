@@ -409,7 +409,6 @@ SERVED_FAULTS = [
                 "rope_bf16"),
     ServedFault("served layers off by one", "served_layers", "features", "layer_ids"),
     ServedFault("served layers in another order", "served_layer_order", "features", "layer_order"),
-    ServedFault("served mask id", "served_mask", "block_ids", "mask_token_id"),
     ServedFault("served block one position late", "served_positions", "block_positions",
                 "anchor_positions"),
     ServedFault("served noise embeddings scaled", "served_embeds_scaled", "block_embeds",
@@ -431,6 +430,8 @@ SERVED_FAULTS = [
                 "context_keys", "cache_not_advanced"),
     ServedFault("stale draft KV after a prefix-cache hit", "served_stale_prefix", "context_keys",
                 "stale_prefix"),
+    # last: the server keeps what it found in its buffers among its own findings
+    ServedFault("served mask id", "served_mask", "block_ids", "mask_token_id"),
 ]  # fmt: skip
 
 

@@ -118,14 +118,14 @@ def test_training(
 
 
 @pytest.fixture(scope="module")
-def switch(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("switch") / "fault"
     file.write_text("none")
     return file
 
 
 @pytest.fixture(scope="module")
-def url(self, good: Pair, switch: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(good: Pair, switch: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environment = {
         "PYTHONPATH": str(FAULT_SITE),
         "DOMINO_TEST_FAULT_FILE": str(switch),

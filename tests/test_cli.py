@@ -330,7 +330,7 @@ def test_a_draft_for_another_target_is_refused(place: Path) -> None:
     refused(
         domino("eval-acceptance", "--draft", "run", "--prompts", "prompts.jsonl",
                "--target", place / "other", cwd=place),
-        "embedding", "not the one this draft was trained with",
+        "the weights of target", "not those in training", "--allow target_weights",
     )  # fmt: skip
 
 

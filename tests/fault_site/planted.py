@@ -100,7 +100,7 @@ PLANTED = [
         "self._compute_cos_sin_cache().bfloat16().float()", before="        cache = ",
     ),
     Edit(
-        "loaded_wrong", LLAMA, "val + 1", "val + 2", before="[", after=" for val in layer_ids]",
+        "loaded_wrong", LLAMA, "val + 1", "val", before="[", after=" for val in layer_ids]",
         count=2,
     ),
     Edit(
