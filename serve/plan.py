@@ -4,7 +4,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,8 +215,13 @@ def _check_contract(
     from domino_kit.target_contract import compare_files, prompt_notes, read_tokenizer, target_files
 
     allowed = check_allowed(options.allow)
-    tokenizer, why = read_tokenizer(target, "--trust-remote-code" in flags)
+    if "--revision" in flags:  # its files may lie beside the default ones, which say nothing here
+        tokenizer, why = None, "--revision chooses other files than the default ones"
+    else:
+        tokenizer, why = read_tokenizer(target, "--trust-remote-code" in flags)
     files = target_files(target, target_config, tokenizer, why)
+    if "--revision" in flags:
+        files = replace(files, folder=None)
     contract, _, _ = compare_files(draft, files)
     if "--context-length" in flags:
         contract.only_warn(["context_length"])
