@@ -49,6 +49,14 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all; its folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
 def _rename_over(temporary: Path, path: Path) -> None:
     temporary.chmod(0o755)
     if not path.exists():

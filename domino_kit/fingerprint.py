@@ -91,9 +91,9 @@ def weight_files(folder: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is not a valid safetensors index.") from None
-    files = [folder / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"{index} names {missing}, which are not in {folder}.")

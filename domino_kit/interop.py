@@ -20,6 +20,7 @@ from domino_kit.checkpoint import (
     expected_shapes,
     is_rotary,
     resolve_folder,
+    write_whole,
 )
 from domino_kit.config import DraftConfig, describe, parse_config, read_object
 from domino_kit.draft_contract import check_draft
@@ -94,10 +95,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write everything, kept fields and tensors too, as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def export_draft(

@@ -119,11 +119,20 @@ def template_hash(tokenizer: Any) -> str | None:
     return None if template is None else json_hash(template)
 
 
+def matrix_hashes(target: Any) -> dict[str, str]:
+    """Hashes of a loaded target's ``embedding`` and output ``head``, all values."""
+    return {
+        "embedding": tensor_hash(target.embedding.weight),
+        "head": tensor_hash(target.head.weight),
+    }
+
+
 def target_identity(
     name: str, target: Any, tokenizer: Any, thinking: bool | None
 ) -> TargetIdentity:
     """Identify a loaded :class:`~domino_kit.target.Target` and its tokenizer."""
     config = config_facts(target.text_config)
+    hashes = matrix_hashes(target)
     folder = model_folder(name)
     try:
         weights = {} if folder is None else target_fingerprints(folder)
@@ -132,8 +141,8 @@ def target_identity(
     return TargetIdentity(
         name=name,
         config_hash=json_hash(config),
-        embedding_hash=tensor_hash(target.embedding.weight),
-        head_hash=tensor_hash(target.head.weight),
+        embedding_hash=hashes["embedding"],
+        head_hash=hashes["head"],
         tokenizer_hash=json_hash(tokenizer.get_vocab()),
         chat_template_hash=template_hash(tokenizer),
         thinking=thinking,
@@ -142,6 +151,20 @@ def target_identity(
         embedding_rows=tensor_fingerprint(target.embedding.weight),
         head_rows=tensor_fingerprint(target.head.weight),
     )
+
+
+def target_name(draft: str, given: str | None, manifest: Manifest | None) -> str:
+    """The target as given, else as trained; ``ValueError`` if nothing names it."""
+    if given is not None:
+        return given
+    if manifest is None:
+        raise ValueError(f"draft {draft} has no manifest that names its target; give --target.")
+    return manifest.target.name
+
+
+def thinking_mode(given: bool | None, manifest: Manifest | None) -> bool | None:
+    """The thinking mode as given, else as trained."""
+    return manifest.target.thinking if given is None and manifest is not None else given
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -195,12 +195,6 @@ def _near_tie(stage: str, found: Step, wanted: Step, tolerance: Tolerance) -> bo
     return True
 
 
-def uncompared(reference: Sequence[Step], steps: Sequence[Step]) -> int:
-    """How many steps of a path the reference does not have."""
-    known = {step.key for step in reference}
-    return sum(step.key not in known for step in steps)
-
-
 def to_cpu(step: Step) -> Step:
     """The step with everything on the CPU, floats as float32."""
     values = {

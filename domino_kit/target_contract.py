@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,15 +254,16 @@ def _check_tokenizer(contract: Contract, manifest: Manifest | None, target: Targ
         )
 
 
-def check_loaded(contract: Contract, trained: TargetIdentity, found: TargetIdentity) -> None:
-    """Compare the whole embedding and output head of a loaded target."""
+def check_loaded(
+    contract: Contract, trained: TargetIdentity, name: str, found: Mapping[str, str]
+) -> None:
+    """Compare the whole embedding and output head of a loaded target, by their ``matrix_hashes``."""
     contract.looked_at("embedding", "head")
-    for name, words in {"embedding": "embedding", "head": "output head"}.items():
-        field = f"{name}_hash"
-        if getattr(trained, field) != getattr(found, field):
+    for fact, words in {"embedding": "embedding", "head": "output head"}.items():
+        if getattr(trained, f"{fact}_hash") != found[fact]:
             contract.error(
-                name,
-                f"the {words} of target {found.name!r} is not the one this draft was trained with "
+                fact,
+                f"the {words} of target {name!r} is not the one this draft was trained with "
                 f"({trained.name!r}); use that target, or train a draft for this one.",
             )
 

@@ -119,6 +119,14 @@ def _exactly(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows[:length], missing])
 
 
+def spread(steps: Sequence[Step], count: int) -> list[Step]:
+    """At most ``count`` steps: the first, the last, and evenly between."""
+    if len(steps) <= count:
+        return list(steps)
+    places = torch.linspace(0, len(steps) - 1, count).round().long().tolist()
+    return [steps[place] for place in places]
+
+
 # -- comparing -----------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from domino_kit.eval.check_stages import (
     trace_served,
 )
 from domino_kit.eval.lengths import sweep_lengths
-from domino_kit.manifest import Manifest, target_identity
+from domino_kit.manifest import Manifest, matrix_hashes, target_name, thinking_mode
 from domino_kit.parity import StageResult, compare_paths, first_difference
 from domino_kit.serve.confirm import read_report
 from domino_kit.serve.plan import ServeOptions, ServePlan, free_port, plan_serve
@@ -147,13 +147,11 @@ def _static(
     """The contract over files, and the prompts that would be asked."""
     folder = resolve_folder(options.draft)
     contract, config, manifest = check_draft(folder)
-    name = options.target or (manifest.target.name if manifest else None)
+    name = options.target
+    if manifest is not None or not options.static:
+        name = target_name(options.draft, options.target, manifest)
     outcome = Outcome(folder, name, contract)
-    if name is None and not options.static:
-        raise ValueError(
-            f"draft {options.draft} has no manifest that names its target; give --target."
-        )
-    thinking = _thinking(options, manifest)
+    thinking = thinking_mode(options.thinking, manifest)
     files = None
     if name is not None:
         try:
@@ -174,13 +172,6 @@ def _static(
             for prompt in prompts:
                 prompt.ids = prompt_ids(files.tokenizer, prompt.prompt.messages, thinking)
     return outcome, config, manifest, files, prompts
-
-
-def _thinking(options: CheckOptions, manifest: Manifest | None) -> bool | None:
-    """As given, else as trained."""
-    if options.thinking is None and manifest is not None:
-        return manifest.target.thinking
-    return options.thinking
 
 
 def _stages(
@@ -226,8 +217,8 @@ def _stages(
     if options.lengths is not None:
         outcome.lengths = sweep_lengths(
             pair.target, pair.model, files.tokenizer, [each.prompt for each in prompts],
-            _thinking(options, manifest), options.lengths, len(prompts), options.max_new_tokens,
-            pair.end_tokens, say,
+            thinking_mode(options.thinking, manifest), options.lengths, len(prompts),
+            options.max_new_tokens, pair.end_tokens, say,
         )  # fmt: skip
 
 
@@ -261,9 +252,7 @@ def _load(
     target = Target(hf_model, list(model.config.target_layer_ids), allow_last_layer=True)
     if manifest is not None:
         check_loaded_weights(outcome.contract, outcome.draft, manifest, model)
-        if files.tokenizer is not None:
-            here = target_identity(files.name, target, files.tokenizer, None)
-            check_loaded(outcome.contract, manifest.target, here)
+        check_loaded(outcome.contract, manifest.target, files.name, matrix_hashes(target))
     ends = end_token_ids(hf_model, files.tokenizer)
     return Pair(target, model, ends)
 

@@ -1,7 +1,6 @@
 """The report of `domino check`: on the terminal, as JSON, and as a page to look at."""
 
 import html
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from domino_kit.checkpoint import write_whole
 from domino_kit.contract import Finding
+from domino_kit.eval.report import write_json
 from domino_kit.manifest import library_versions
 from domino_kit.parity import StageResult, rule
 from domino_kit.trace import STAGES
@@ -158,14 +159,10 @@ def to_json(outcome: "Outcome") -> dict[str, Any]:
 def write_reports(outcome: "Outcome", output: Path | None, page: Path | None) -> None:
     """Write JSON and page, each whole or not at all."""
     report = to_json(outcome)
-    for path, text in (
-        (output, json.dumps(report, indent=1) + "\n"),
-        (page, render_page(report, verdict(outcome))),
-    ):
-        if path is not None:
-            fresh = path.with_name(f".{path.name}.new")
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
+    if output is not None:
+        write_json(report, output)
+    if page is not None:
+        write_whole(page, render_page(report, verdict(outcome)))
 
 
 STYLE = """

@@ -11,23 +11,23 @@ import torch
 
 from domino_kit.contract import Contract, Finding
 from domino_kit.decoding import Answer
+from domino_kit.eval.engine import base_url, own_server
 from domino_kit.eval.served import ServedAnswer, ask_all
 from domino_kit.manifest import TRACE_NAME
 from domino_kit.modeling import DominoDraft
 from domino_kit.parity import Tolerance, to_cpu, tolerance_for
 from domino_kit.paths import decode_steps, replay_steps
-from domino_kit.serve.confirm import flush_cache, read_report
+from domino_kit.serve.confirm import flush_cache
 from domino_kit.serve.plan import ServePlan, free_port
 from domino_kit.serve.plugin import CONTRACT_VARIABLE, PROBE_VARIABLE, TRACE_PARAM
-from domino_kit.serve.server import Server, ServerError
+from domino_kit.serve.server import ServerError
 from domino_kit.serve.traces import read_records
 from domino_kit.target import Target
-from domino_kit.trace import Record, Step, assemble, load_steps
+from domino_kit.trace import Record, Step, assemble, load_steps, spread
 from domino_kit.train.graph import graph_steps
 
 GRAPH_STEPS = 8
 """Steps of a prompt that go through the training graph, each with a whole target pass."""
-START_SECONDS = 1800.0
 
 Say = Callable[[str], None]
 
@@ -66,14 +66,6 @@ class Traces:
         self.paths[path] = ([*known, *(to_cpu(step) for step in steps)], tolerance)
 
 
-def spread(steps: Sequence[Step], count: int) -> list[Step]:
-    """At most ``count`` steps: the first, the last, and evenly between."""
-    if len(steps) <= count:
-        return list(steps)
-    places = torch.linspace(0, len(steps) - 1, count).round().long().tolist()
-    return [steps[place] for place in places]
-
-
 def recorded_steps(folder: Path) -> tuple[list[Step], str] | None:
     """The trace that training kept beside the weights, and its dtype; ``None`` without one."""
     if not (folder / TRACE_NAME).exists():
@@ -91,10 +83,10 @@ def trace_recorded(traces: Traces, pair: Pair, recorded: tuple[list[Step], str])
 
 def trace_plain(
     traces: Traces, pair: Pair, prompts: Sequence[list[int]], max_new_tokens: int, say: Say
-) -> list[Answer]:
+) -> None:
     """Decode every prompt, and the same steps by replay and by the training graph."""
     tolerance = tolerance_for([pair.dtype])
-    answers = []
+    answers: list[Answer] = []
     for place, prompt in enumerate(prompts):
         say(f"decode, replay and training graph: prompt {place + 1} of {len(prompts)}")
         name = prompt_name(place)
@@ -111,7 +103,6 @@ def trace_plain(
         answers.append(answer)
     traces.runs["decode"] = [answer.accepted_runs for answer in answers]
     traces.answers["decode"] = [answer.tokens for answer in answers]
-    return answers
 
 
 def prompt_name(place: int) -> str:
@@ -126,19 +117,14 @@ def prompt_name(place: int) -> str:
 def server_with_probe(plan: ServePlan | None, url: str | None, say: Say) -> Iterator[str]:
     """A running server's address: ``url``, or one started with the probe for this block."""
     if url is not None:
-        yield url.rstrip("/").removesuffix("/v1")
+        yield base_url(url)
         return
     assert plan is not None
     say("starting SGLang with the draft and the probe")
-    command, port = list(plan.command), free_port()
-    command[command.index("--port") + 1] = str(port)
     with tempfile.TemporaryDirectory(prefix="domino-probe-") as folder:
-        environment = {**plan.environment, PROBE_VARIABLE: folder, CONTRACT_VARIABLE: "report"}
-        with Server(command, environment, plan.host, port, log=None) as server:
-            server.wait_ready(START_SECONDS)
-            if read_report(server.url)["process_group"] != server.pid:
-                raise ServerError(f"another server answers at {server.url}; try again.")
-            yield server.url
+        environment = {PROBE_VARIABLE: folder, CONTRACT_VARIABLE: "report"}
+        with own_server(plan, plan.command, draft=True, environment=environment) as own:
+            yield own
 
 
 def add_live_contract(contract: Contract, report: dict[str, Any]) -> None:

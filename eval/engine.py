@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +102,12 @@ def prepare_engine(
         if options.extra:
             raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
         plan, config = None, read_config(folder / "config.json")
-        report = read_report(_base(options.url))
+        report = read_report(base_url(options.url))
         check_report(report, folder, config)
         block_size = report["draft"]["block_size"]
         pool = report["draft"]["candidate_pool_size"]
         if options.baseline_url is not None:
-            _check_baseline(_base(options.baseline_url))
+            _check_baseline(base_url(options.baseline_url))
     if compared and (block_size != config.block_size or pool):
         raise ValueError(
             f"--engine both compares with a block of {config.block_size} and the whole vocabulary, "
@@ -159,21 +159,39 @@ def measure_served(task: Task, engine: Engine, say: Say) -> dict[str, Any]:
 def _server(url: str | None, plan: ServePlan | None, say: Say, *, draft: bool) -> Iterator[str]:
     """A running server's address, or a server of our own for the time of the block."""
     if url is not None:
-        yield _base(url)
+        yield base_url(url)
         return
     assert plan is not None
     say(f"starting SGLang {'with' if draft else 'without'} the draft")
-    command = list(plan.command) if draft else without_draft(plan.command)
-    port = free_port()  # the plan's own may have been taken since
-    command[command.index("--port") + 1] = str(port)
-    with Server(command, plan.environment, plan.host, port, log=None) as server:
+    command = plan.command if draft else without_draft(plan.command)
+    with own_server(plan, command, draft=draft) as own:
+        yield own
+
+
+@contextmanager
+def own_server(
+    plan: ServePlan,
+    command: Sequence[str],
+    *,
+    draft: bool,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """A quiet server of ``plan`` for the time of the block, on a port that is free now: its address.
+
+    Raises ``ServerError`` if it does not start, or (``draft``) another server answers in its place.
+    """
+    words, port = list(command), free_port()  # the plan's own may have been taken since
+    words[words.index("--port") + 1] = str(port)
+    variables = {**plan.environment, **(environment or {})}
+    with Server(words, variables, plan.host, port, log=None) as server:
         server.wait_ready(START_SECONDS)
         if draft and read_report(server.url)["process_group"] != server.pid:
             raise ServerError(f"another server answers at {server.url}; try again.")
         yield server.url
 
 
-def _base(url: str) -> str:
+def base_url(url: str) -> str:
+    """The address of a server, with or without ``/v1`` behind it."""
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -14,7 +14,7 @@ from domino_kit.contract import PROMPT_FACTS
 from domino_kit.decoding import Answer, Sampling, generate
 from domino_kit.eval.positions import positions_table
 from domino_kit.eval.prompt_set import Prompt
-from domino_kit.manifest import TargetIdentity, target_identity
+from domino_kit.manifest import matrix_hashes
 from domino_kit.modeling import DominoDraft
 from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
@@ -80,7 +80,7 @@ def load_candidates(
     files = target_files(target_name, hf_model.config, tokenizer)
     messages = [prompt.messages for prompt in prompts]
     candidates: list[Candidate] = []
-    here: TargetIdentity | None = None
+    hashes: dict[str, str] = {}
     for source in [draft, *compare]:
         if source == "off":
             first = candidates[0]
@@ -89,11 +89,10 @@ def load_candidates(
             candidates.append(Candidate(first.name, first.model, first.target, use_head=False))
             continue
         contract, config, manifest = compare_files(resolve_folder(source), files)
-        if config is not None and not contract.errors:
+        if manifest is not None and config is not None and not contract.errors:
             target = Target(hf_model, list(config.target_layer_ids), allow_last_layer=True)
-            if manifest is not None:
-                here = here or target_identity(target_name, target, tokenizer, thinking)
-                check_loaded(contract, manifest.target, here)
+            hashes = hashes or matrix_hashes(target)
+            check_loaded(contract, manifest.target, target_name, hashes)
         check_prompts(contract, manifest, tokenizer, messages, thinking)
         contract.only_warn(PROMPT_FACTS)  # what is measured here may well be just that
         contract.allow(allow)

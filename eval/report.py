@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from domino_kit.checkpoint import write_whole
 from domino_kit.eval.positions import CAUSES, RULE
 
 DEFINITIONS = {
@@ -247,10 +248,7 @@ def disagreements(report: dict[str, Any]) -> list[str]:
 
 def write_json(report: dict[str, Any], path: Path) -> None:
     """Write the report whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    write_whole(path, json.dumps(report, indent=1) + "\n")
 
 
 def write_picture(report: dict[str, Any], path: Path) -> None:

@@ -27,7 +27,7 @@ from domino_kit.eval.report import (
     write_picture,
 )
 from domino_kit.fingerprint import json_hash
-from domino_kit.manifest import library_versions, read_manifest
+from domino_kit.manifest import library_versions, read_manifest, target_name, thinking_mode
 from domino_kit.serve.flags import read_flags, whole_number
 from domino_kit.target import (
     choose_device,
@@ -250,14 +250,8 @@ def _measure_hf(
 def _target(options: Options) -> tuple[str, bool | None]:
     """The target's name and thinking mode: as given, else as the draft was trained."""
     manifest = read_manifest(resolve_folder(options.draft))
-    if manifest is None:
-        if options.target is None:
-            raise ValueError(
-                f"draft {options.draft} has no manifest that names its target; give --target."
-            )
-        return options.target, options.thinking
-    thinking = manifest.target.thinking if options.thinking is None else options.thinking
-    return options.target or manifest.target.name, thinking
+    name = target_name(options.draft, options.target, manifest)
+    return name, thinking_mode(options.thinking, manifest)
 
 
 def _rendered_hash(tokenizer: Any, prompts: list[Prompt], thinking: bool | None) -> str:

@@ -88,8 +88,9 @@ def check_draft_files(folder: Path) -> None:
                 "--output FOLDER"
             )
     from domino_kit.checkpoint import ALIASES, canonical_name
+    from domino_kit.fingerprint import tensor_slices
 
-    for name in _tensor_names(folder):
+    for name, _ in tensor_slices(folder):
         plain = name.removeprefix("model.")
         if name not in ALIASES and canonical_name(name) != plain:
             raise ValueError(
@@ -97,36 +98,6 @@ def check_draft_files(folder: Path) -> None:
                 f"name {canonical_name(name)!r}; write a draft that it reads: domino import {folder} "
                 "--output FOLDER"
             )
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    """Names from the headers of a draft's safetensors files, or from their index."""
-    from safetensors import SafetensorError, safe_open
-
-    from domino_kit.fingerprint import INDEX_NAME, WEIGHTS_NAME
-
-    weights, index = folder / WEIGHTS_NAME, folder / INDEX_NAME
-    if weights.is_file():
-        try:
-            with safe_open(weights, framework="pt") as reader:
-                return list(reader.keys())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{weights} is not a readable safetensors file ({error}); copy or save it again."
-            ) from None
-    if not index.is_file():
-        raise ValueError(
-            f"{folder} has no {WEIGHTS_NAME} and no {INDEX_NAME}; a draft needs safetensors "
-            "weights."
-        )
-    try:
-        shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted(name for name in set(shards.values()) if not (folder / name).is_file())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is not a valid safetensors index; copy it again.") from None
-    if missing:
-        raise ValueError(f"{index} names {missing}, which are not in {folder}; copy them there.")
-    return list(shards)
 
 
 # -- the target ----------------------------------------------------------------------------------

@@ -170,15 +170,11 @@ def _resolve_dtype(wanted: str, device: str, config: DraftConfig) -> str:
 
 
 def _target_name(options: ServeOptions, manifest: "Manifest | None") -> str:
-    if options.target is not None:  # SGLang does not know ~
-        return (
-            options.target if options.target[:1] != "~" else str(Path(options.target).expanduser())
-        )
-    if manifest is None:
-        raise ValueError(
-            f"draft {options.draft} has no manifest that names its target; give --target."
-        )
-    return manifest.target.name
+    from domino_kit.manifest import target_name
+
+    name = target_name(options.draft, options.target, manifest)
+    given = options.target is not None
+    return str(Path(name).expanduser()) if given and name[:1] == "~" else name  # SGLang knows no ~
 
 
 def _notes(target: str, target_config: Any, manifest: "Manifest | None", flags: Flags) -> list[str]:

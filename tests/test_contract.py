@@ -22,7 +22,13 @@ from domino_kit.fingerprint import (
     tensor_hash,
     weight_sums,
 )
-from domino_kit.manifest import TargetIdentity, library_versions, read_manifest, target_identity
+from domino_kit.manifest import (
+    TargetIdentity,
+    library_versions,
+    matrix_hashes,
+    read_manifest,
+    target_identity,
+)
 from domino_kit.target_contract import (
     check_loaded,
     check_prompts,
@@ -169,7 +175,7 @@ def test_a_broken_manifest_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r"domino_manifest\.json is broken"):
         read_manifest(tmp_path)
     contract, _, _ = check_draft(tmp_path)
-    assert [finding.name for finding in contract.errors] == ["manifest", "config"]
+    assert [finding.name for finding in contract.errors] == ["config", "manifest"]
 
 
 # -- findings ------------------------------------------------------------------------------------
@@ -209,8 +215,8 @@ def identity(seed: int = 0) -> TargetIdentity:
 
 def test_other_weights_are_an_error() -> None:
     same, other = Contract(), Contract()
-    check_loaded(same, identity(), identity())
-    check_loaded(other, identity(), identity(seed=1))
+    check_loaded(same, identity(), "t", matrix_hashes(tiny_target()))
+    check_loaded(other, identity(), "t", matrix_hashes(tiny_target(seed=1)))
     assert same.findings == []
     assert [finding.name for finding in other.errors] == ["embedding", "head"]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from domino_kit.causes import Case, explain
-from domino_kit.checkpoint import load_draft
+from domino_kit.checkpoint import load_draft, write_whole
 from domino_kit.draft_contract import check_draft
 from domino_kit.manifest import MANIFEST_NAME, TRACE_NAME, library_versions, read_manifest
 from domino_kit.parity import ParityError, compare_paths, first_difference, to_cpu, tolerance_for
 from domino_kit.paths import decode_steps, replay_steps
-from domino_kit.trace import Step, reduce_columns, save_steps
+from domino_kit.trace import Step, reduce_columns, save_steps, spread
 from domino_kit.train.dataset import Sample
 from domino_kit.train.graph import graph_steps
 from domino_kit.train.setup import Run
@@ -32,9 +32,7 @@ def check_checkpoint(run: Run, folder: Path) -> None:
     manifest = read_manifest(folder)
     assert manifest is not None, "training writes one"
     manifest = manifest.model_copy(update={"gate": "passed" if said is None else f"failed: {said}"})
-    fresh = folder / f".{MANIFEST_NAME}.new"
-    fresh.write_text(manifest.model_dump_json(indent=2) + "\n")
-    fresh.replace(folder / MANIFEST_NAME)
+    write_whole(folder / MANIFEST_NAME, manifest.model_dump_json(indent=2) + "\n")
     if said is not None:
         raise ParityError(f"checkpoint {folder} is not what was trained: {said}")
 
@@ -78,12 +76,10 @@ def _prompt(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
 
 def _record(run: Run, folder: Path, graph: list[Step], dtype: torch.dtype) -> None:
     """Keep a few of the graph's steps: the first, the last, and some between."""
-    count = min(RECORDED_STEPS, len(graph))
-    places = torch.linspace(0, len(graph) - 1, count).round().long().unique().tolist()
     facts = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": run.target.device.type,
         **{f"library.{name}": version for name, version in library_versions().items()},
     }
-    kept = [reduce_columns(graph[place]) for place in places]
+    kept = [reduce_columns(step) for step in spread(graph, RECORDED_STEPS)]
     save_steps(folder / TRACE_NAME, kept, facts)

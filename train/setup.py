@@ -113,7 +113,8 @@ def check_start(
     """
     contract, _, manifest = compare_files(resolve_folder(source), files)
     if manifest is not None:
-        check_loaded(contract, manifest.target, identity)
+        here = {"embedding": identity.embedding_hash, "head": identity.head_hash}
+        check_loaded(contract, manifest.target, identity.name, here)
     contract.only_warn(PROMPT_FACTS)  # other prompts are a reason to go on training
     contract.allow(check_allowed(allow))
     try:
