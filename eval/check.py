@@ -191,6 +191,7 @@ def _stages(
         return
     say("loading target and draft")
     pair = _load(options, outcome, manifest, files)
+    _strict(outcome.contract, allowed)
     if outcome.contract.blocking:
         return
     traces = outcome.traces = Traces()

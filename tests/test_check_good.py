@@ -71,6 +71,26 @@ def test_a_round_trip_leaves_the_check_green(tmp_path: Path, form: Any) -> None:
     assert "training run" in {each["path"] for each in report["stages"]}
 
 
+def test_what_only_loading_shows_can_be_allowed(tmp_path: Path) -> None:
+    """A value between the sampled rows changed: the stages still run once that is accepted."""
+    pair = trained_pair(tmp_path, steps=12)
+    path = pair.draft / "latest" / "domino_manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["weight_hashes"]["fc.weight"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    output = tmp_path / "check.json"
+    for allow, status in (((), 1), (("weights",), 0)):
+        options = CheckOptions(
+            str(pair.draft), str(pair.target), device="cpu", limit=1, max_new_tokens=12,
+            allow=allow, output=output,
+        )  # fmt: skip
+        assert run_check(options) == status
+        report = json.loads(output.read_text())
+        assert report["contract"]["allowed"] == list(allow)
+        assert bool(report["stages"]) == bool(allow)
+    assert [each["name"] for each in report["contract"]["findings"]] == ["weights"]
+
+
 def test_the_static_check_of_a_large_draft_stays_small(tmp_path: Path) -> None:
     """An 8B target and its draft as sparse files: under 1 GiB of memory, headers and rows only."""
     script = Path(__file__).parent.parent / "benchmarks" / "static_check.py"
