@@ -10,13 +10,21 @@ import torch
 STRICT = ("sglang", "pretrained")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> Iterator[None]:
-    """Small models run slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, before))
-    yield
-    torch.set_num_threads(before)
+def pytest_configure(config: pytest.Config) -> None:
+    """Small models run slower on many threads, and much slower where two processes share them.
+
+    What a test starts inherits the setting, unless it sets its own.
+    """
+    threads = 1 if hasattr(config, "workerinput") else 2
+    torch.set_num_threads(min(threads, torch.get_num_threads()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: several workers then end at about the same time."""
+    length = {"test_demo.py": 0, "test_check_faults.py": 1}
+    slow = {item.path for item in items if item.get_closest_marker("sglang")}
+    items.sort(key=lambda item: length.get(item.path.name, 2 if item.path in slow else 3))
 
 
 @pytest.fixture(scope="session")
