@@ -10,6 +10,7 @@ from domino_kit.config import DraftConfig, read_config
 from domino_kit.contract import Contract
 from domino_kit.fingerprint import (
     DRAFT_ROWS,
+    json_hash,
     same_sums,
     slice_fingerprint,
     tensor_hash,
@@ -147,6 +148,15 @@ def stored_shapes(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ..
             raise ValueError(f"{folder}: tensor {name!r} is there twice (as {raw!r}).")
         slices[name] = stored
     return slices, {name: tuple(stored.get_shape()) for name, stored in slices.items()}
+
+
+def weights_identity(folder: Path) -> str:
+    """One hash for a few rows of every tensor: which checkpoint's weights a folder has.
+
+    Raises ``ValueError`` for unreadable weights.
+    """
+    slices, _ = stored_shapes(folder)
+    return json_hash({name: slice_fingerprint(each, DRAFT_ROWS) for name, each in slices.items()})
 
 
 def _check_weights(

@@ -207,7 +207,7 @@ def _stages(
             report = read_report(url)
             if report["draft"] is None:
                 raise ServerError(f"the server at {url} runs without a draft.")
-            add_live_contract(outcome.contract, report)
+            add_live_contract(outcome.contract, report, outcome.draft)
             _strict(outcome.contract, allowed)
             if not outcome.contract.blocking:
                 trace_served(traces, pair, url, report, asked, options.max_new_tokens, say)

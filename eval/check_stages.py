@@ -17,7 +17,7 @@ from domino_kit.manifest import TRACE_NAME
 from domino_kit.modeling import DominoDraft
 from domino_kit.parity import Tolerance, to_cpu, tolerance_for
 from domino_kit.paths import decode_steps, replay_steps
-from domino_kit.serve.confirm import flush_cache
+from domino_kit.serve.confirm import flush_cache, other_weights
 from domino_kit.serve.plan import ServePlan, free_port
 from domino_kit.serve.plugin import CONTRACT_VARIABLE, PROBE_VARIABLE, TRACE_PARAM
 from domino_kit.serve.server import ServerError
@@ -127,8 +127,14 @@ def server_with_probe(plan: ServePlan | None, url: str | None, say: Say) -> Iter
             yield own
 
 
-def add_live_contract(contract: Contract, report: dict[str, Any]) -> None:
-    """Take over what the server found when it compared what it loaded with the draft's files."""
+def add_live_contract(contract: Contract, report: dict[str, Any], draft: Path) -> None:
+    """Take over what the server found when it compared what it loaded with the files it was given.
+
+    Those must be ``draft``'s, which is only certain for a server of our own.
+    """
+    said = other_weights(report["draft"], draft)
+    if said is not None:
+        contract.error("draft_weights", said)
     live = report.get("contract")
     if live is None:
         contract.could_not("draft_weights", "the server does not report a contract")

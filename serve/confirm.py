@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from domino_kit.config import DraftConfig
+from domino_kit.draft_contract import weights_identity
 from domino_kit.serve.plugin import PLAIN_PARAM, REPORT_KEY
 from domino_kit.serve.server import ServerError
 
@@ -86,7 +87,7 @@ def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wan
     for finding in contract["findings"]:
         if finding["severity"] == "error" and not reports_only:
             raise ServerError(f"{finding['name']}: {finding['message']}")
-    accepted = FACT_OF.values() if reports_only else contract["allowed"]
+    accepted = (*FACT_OF.values(), "draft_weights") if reports_only else contract["allowed"]
     expected = {
         "head": config.has_head,
         "mask_token_id": config.mask_token_id,
@@ -100,6 +101,19 @@ def check_report(report: dict[str, Any], draft: Path, config: DraftConfig, **wan
             raise ServerError(
                 f"{what}: the server has {name} {served[name]!r}, {draft} says {value!r}."
             )
+    said = other_weights(served, draft)
+    if said is not None and "draft_weights" not in accepted:
+        raise ServerError(said)
+
+
+def other_weights(served: dict[str, Any], draft: Path) -> str | None:
+    """What to say if a server runs another checkpoint of the same config, ``None`` if not."""
+    if served.get("weights") is None or served["weights"] == weights_identity(draft):
+        return None
+    return (
+        f"the server was started with other weights than {draft} has: another checkpoint, or the "
+        "folder has changed since; start the server again with this one."
+    )
 
 
 def contract_notes(report: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from domino_kit.config import DraftConfig, read_config
 from domino_kit.contract import Contract, check_allowed
-from domino_kit.draft_contract import explain_layer_ids
+from domino_kit.draft_contract import explain_layer_ids, weights_identity
 from domino_kit.fingerprint import model_folder, sampled_rows
 from domino_kit.manifest import MANIFEST_NAME
 from domino_kit.modeling import rope_tables
@@ -53,13 +53,14 @@ def read_policy(environ: Mapping[str, str]) -> Policy:
 def check_worker(_result: Any, worker: Any, *_: Any) -> None:
     """After ``init_cuda_graphs``, the worker's last step before serving.
 
-    Keeps the findings on the worker and logs one line for each. Raises ``ValueError`` with the
-    first error, which ends the server, unless it is allowed or the mode is ``report``.
+    Keeps the findings and the draft's identity on the worker, and logs one line for each finding.
+    Raises ``ValueError`` with the first error, which ends the server, unless it is allowed or the
+    mode is ``report``.
     """
     policy = read_policy(os.environ)
     contract = compare(worker)
     contract.allow(policy.allowed)
-    worker.domino_contract = contract
+    worker.domino_contract, worker.domino_weights = contract, _files_identity(worker)
     if not contract.checked:
         logger.warning("domino-kit contract: not compared: %s", contract.unchecked[0])
     for finding in contract.findings:
@@ -67,6 +68,15 @@ def check_worker(_result: Any, worker: Any, *_: Any) -> None:
         logger.log(level, "domino-kit contract: %s: %s", finding.name, finding.message)
     if policy.mode == "stop":
         contract.stop()
+
+
+def _files_identity(worker: Any) -> str | None:
+    """Of the files that were loaded (``check_draft_weights`` compares them with what serves)."""
+    folder = model_folder(str(worker.server_args.speculative_draft_model_path))
+    try:
+        return None if folder is None else weights_identity(folder)
+    except ValueError:
+        return None  # already a finding, or said not to be compared
 
 
 def live_report(worker: Any) -> dict[str, Any] | None:

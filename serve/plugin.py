@@ -190,6 +190,7 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
         "target_layer_ids": list(model.draft_config.target_layer_ids or []),
         "plain_requests": hasattr(type(worker), "_plain_step"),
         "dtype": str(worker.draft_model_runner.dtype).removeprefix("torch."),
+        "weights": vars(worker).get("domino_weights"),
     }
     report["contract"] = live_report(worker)
     return report

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from domino_kit.checkpoint import save_draft
+from domino_kit.draft_contract import weights_identity
 from domino_kit.serve.confirm import Gain, check_report, contract_notes
 from domino_kit.serve.run import describe_gain
 from domino_kit.serve.server import ServerError
-from tests.tiny import MASK, tiny_config
+from tests.tiny import MASK, tiny_config, tiny_draft
 
 DRAFT = Path("some/draft")
 
@@ -89,6 +92,19 @@ def test_an_accepted_difference_is_only_said(mode: str, severity: str) -> None:
 def test_a_server_without_a_contract_has_nothing_to_say() -> None:
     assert contract_notes(report()) == contract_notes({**report(), "contract": None}) == []
     check_report({**report(), "contract": None}, DRAFT, tiny_config())
+
+
+def test_another_checkpoint_with_the_same_config_is_named(tmp_path: Path) -> None:
+    config = tiny_config()
+    folders = [tmp_path / name for name in "ab"]
+    for seed, folder in enumerate(folders):
+        save_draft(folder, tiny_draft(seed=seed), None, torch.float32)
+    found = report(weights=weights_identity(folders[0]))
+    check_report(found, folders[0], config)
+    with pytest.raises(ServerError, match=r"other weights than .*b has"):
+        check_report(found, folders[1], config)
+    accepted = {"mode": "stop", "findings": [], "allowed": ["draft_weights"]}
+    check_report({**found, "contract": accepted}, folders[1], config)
 
 
 def test_the_cycle_cost_is_the_break_even_acceptance() -> None:

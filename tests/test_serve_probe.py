@@ -19,6 +19,7 @@ from domino_kit.serve.cpu_rollout import cpu_rollout
 from domino_kit.serve.live import FACTS
 from domino_kit.serve.plugin import PROBE_VARIABLE
 from domino_kit.serve.probe import Probe, follow_rollout, split_rows
+from domino_kit.serve.server import ServerError
 from domino_kit.serve.traces import read_records, write_record
 from domino_kit.trace import STAGES, Record, Step, assemble, compare_stage
 from tests.serving import Pair, prompts_for, serving, trained_pair
@@ -251,6 +252,7 @@ def assert_same_steps(pair: Pair, prompt: list[int], served: list[Step]) -> None
 def test_served_stages_are_our_own(tmp_path: Path) -> None:
     """One request alone, several at once, and one whose prefix lies in the cache."""
     pair = trained_pair(tmp_path, layers=2, tied=False, steps=120)
+    other = trained_pair(tmp_path / "other", layers=2, tied=False, steps=1)
     folder = tmp_path / "traces"
     texts = sorted(prompts_for(pair, 4, longest=60), key=len, reverse=True)  # beyond a chunk first
 
@@ -260,7 +262,10 @@ def test_served_stages_are_our_own(tmp_path: Path) -> None:
     flags = ["--chunked-prefill-size", "16"]
     with serving(pair, *flags, environment={PROBE_VARIABLE: str(folder)}) as server:
         report = read_report(server.url)
-        check_report(report, pair.draft, pair.load()[1].config)
+        config = pair.load()[1].config
+        check_report(report, pair.draft / "latest", config)
+        with pytest.raises(ServerError, match="other weights than"):
+            check_report(report, other.draft / "latest", config)
         assert report["probe"] == str(folder)
         assert report["contract"] == {
             "mode": "stop", "findings": [], "checked": list(report["contract"]["checked"]),
