@@ -20,7 +20,7 @@ from domino_kit.train.dataset import (
     epoch_order,
     micro_batches,
 )
-from domino_kit.train.features import FeatureSource
+from domino_kit.train.features import FeatureSource, encode_row
 from domino_kit.train.initialise import copy_target_layers
 from domino_kit.train.loop import learning_rate, train, train_step, update
 from domino_kit.train.recipe import Recipe, read_recipe
@@ -112,7 +112,7 @@ def test_a_step_equals_the_naive_definition(
     parameters = [dict(run.model.named_parameters())[name] for name in names]
     wanted = torch.autograd.grad(expected, parameters)
     batches = micro_batches(run.samples, 3, 42)
-    sums = train_step(run, FeatureSource(run.target, 0), batches, 0)
+    sums = train_step(run, FeatureSource(encode_row(run.target), 0), batches, 0)
     assert sums.weight == pytest.approx(weight, rel=1e-5)
     assert sums.loss == pytest.approx(expected.item(), rel=1e-5)
     for parameter, gradient in zip(parameters, wanted, strict=True):
@@ -128,7 +128,7 @@ def test_accumulation_does_not_change_the_update(
         run = build_run(recipe(target_folder, tmp_path, *changes, rows=6))
         sgd = torch.optim.SGD(run.model.parameters(), lr=1.0)
         batches = micro_batches(run.samples, batch, 42)
-        sums = train_step(run, FeatureSource(run.target, 100), batches, 0)
+        sums = train_step(run, FeatureSource(encode_row(run.target), 100), batches, 0)
         update(run, sgd, sums, 0)
         return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
@@ -141,7 +141,7 @@ def test_accumulation_does_not_change_the_update(
 def test_cached_features_train_like_fresh_ones(target_folder: Path, tmp_path: Path) -> None:
     def losses(cache_mb: int) -> list[float]:
         run = build_run(recipe(target_folder, tmp_path, f"train.feature_cache_mb={cache_mb}"))
-        source = FeatureSource(run.target, cache_mb)
+        source = FeatureSource(encode_row(run.target), cache_mb)
         batches = micro_batches(run.samples, 2, 42)
         return [train_step(run, source, batches, step).loss for step in range(12)]
 
@@ -164,7 +164,7 @@ def test_wanted_hidden_predicts_the_label(target_folder: Path, tmp_path: Path) -
         run = build_run(recipe(target_folder, tmp_path, f"draft.shift_label={shift}"))
         batch = collate(run.samples[:2], "cpu")
         blocks = draw_blocks(batch, run.model, 5, 4.0, anchor_generators(run.samples[:2], 0, 0))
-        found = FeatureSource(run.target, 0)(batch)
+        found = FeatureSource(encode_row(run.target), 0)(batch)
         rows = wanted_hidden(batch, run.model, found, blocks).view(2, -1, 4, found.hidden.shape[-1])
         for sample in range(2):
             for number, anchor in enumerate(blocks.anchors[sample].tolist()):
@@ -236,7 +236,7 @@ def test_regression_phase_comes_first_and_leaves_the_head_alone(
 ) -> None:
     run = build_run(recipe(target_folder, tmp_path, "train.regress_steps=3"))
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
-    source, batches = FeatureSource(run.target, 100), micro_batches(run.samples, 2, 42)
+    source, batches = FeatureSource(encode_row(run.target), 100), micro_batches(run.samples, 2, 42)
     optimizer = torch.optim.AdamW(run.model.parameters())
     losses = []
     for step in range(3):
@@ -319,7 +319,10 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, target_fo
     for dtype in ("float32", "bfloat16"):
         run = build_run(recipe(target_folder, tmp_path, f"target.dtype={dtype}", "train.lr=1e-4"))
         before = run.model.norm.weight.clone()
-        source, batches = FeatureSource(run.target, 0), micro_batches(run.samples, 2, 42)
+        source, batches = (
+            FeatureSource(encode_row(run.target), 0),
+            micro_batches(run.samples, 2, 42),
+        )
         optimizer = torch.optim.AdamW(run.model.parameters())
         sums = train_step(run, source, batches, 0)
         losses[dtype] = sums.loss / sums.weight

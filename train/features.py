@@ -1,12 +1,13 @@
 """Target features for training, computed in process and kept in memory while they fit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from domino_kit.target import Target
-from domino_kit.train.dataset import Batch, Sample, collate
+from domino_kit.train.dataset import Batch, Sample
 
 
 @dataclass(frozen=True)
@@ -17,46 +18,49 @@ class BatchFeatures:
     hidden: Tensor
 
 
-class FeatureSource:
-    """The frozen target's view of samples.
+RowEncoder = Callable[[Sample], tuple[Tensor, Tensor]]
+"""The features ``[S, layers*D]`` and normed last hidden rows ``[S, D]`` of one sample."""
 
-    It is the same in every epoch, so rows are kept in memory up to ``cache_mb``; beyond that they
-    are computed anew. Cached and fresh features are equal bit for bit only in the same padded
-    batch, so a row is always encoded in the batch that first asked for it.
+
+def encode_row(target: Target) -> RowEncoder:
+    """The in-process encoder: each sample in a pass of its own.
+
+    A row's features then do not depend on its neighbours in a batch (another padding is another
+    rounding), so they are the same bit for bit in every epoch, on any number of processes, after
+    an interruption and out of a cache.
     """
 
-    def __init__(self, target: Target, cache_mb: int) -> None:
-        self.target = target
+    def encode(sample: Sample) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([sample.input_ids], device=target.device)
+        found = target.encode(ids, torch.ones_like(ids))
+        return found.features[0], found.hidden[0]
+
+    return encode
+
+
+class FeatureSource:
+    """The frozen target's view of samples: the same in every epoch, so kept up to ``cache_mb``."""
+
+    def __init__(self, encode: RowEncoder, cache_mb: int) -> None:
+        self.encode = encode
         self.budget = cache_mb * 2**20
         self._kept: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Batch) -> BatchFeatures:
         """Features of a batch; padding rows are zero."""
-        missing = [sample for sample in batch.samples if self._key(sample) not in self._kept]
-        fresh: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        if missing:
-            part = collate(missing, self.target.device)
-            outcome = self.target.encode(part.input_ids, part.attention_mask)
-            for row, sample in enumerate(missing):
-                length = len(sample.input_ids)
-                fresh[self._key(sample)] = (
-                    outcome.features[row, :length].clone(),
-                    outcome.hidden[row, :length].clone(),
-                )
-            self._keep(fresh)
-        pairs = [self._kept.get(self._key(s)) or fresh[self._key(s)] for s in batch.samples]
+        pairs = [self._row(sample) for sample in batch.samples]
         return BatchFeatures(_pad([pair[0] for pair in pairs]), _pad([pair[1] for pair in pairs]))
 
-    @staticmethod
-    def _key(sample: Sample) -> tuple[str, int]:
-        return sample.row_id, sample.index
-
-    def _keep(self, fresh: dict[tuple[str, int], tuple[Tensor, Tensor]]) -> None:
-        for key, pair in fresh.items():
-            size = sum(tensor.nbytes for tensor in pair)
+    def _row(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        key = sample.row_id, sample.index
+        found = self._kept.get(key)
+        if found is None:
+            found = self.encode(sample)
+            size = sum(tensor.nbytes for tensor in found)
             if size <= self.budget:
                 self.budget -= size
-                self._kept[key] = pair
+                self._kept[key] = found
+        return found
 
 
 def _pad(rows: list[Tensor]) -> Tensor:

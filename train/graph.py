@@ -10,7 +10,7 @@ from domino_kit.modeling import DominoDraft
 from domino_kit.target import Target
 from domino_kit.trace import Record, Step
 from domino_kit.train.dataset import Sample, collate
-from domino_kit.train.features import FeatureSource
+from domino_kit.train.features import FeatureSource, encode_row
 from domino_kit.train.step import block_loss, compute_dtype, forward_blocks, weigh_blocks
 
 CHUNK_MB = 256
@@ -36,7 +36,7 @@ def _graph_step(model: DominoDraft, target: Target, step: Step) -> Step:
     batch = collate([Sample(0, step.prompt, tokens, mask)], target.device)
     anchors = torch.tensor([[step.anchor]], device=target.device)
     blocks = weigh_blocks(batch, model, anchors, torch.ones_like(anchors, dtype=torch.bool), 1e9)
-    found = FeatureSource(target, cache_mb=0)(batch)
+    found = FeatureSource(encode_row(target), cache_mb=0)(batch)
     record: Record = {}
     with compute_dtype(target):
         rows = forward_blocks(model, target, batch, found.features, blocks, record)
