@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,10 +75,12 @@ def save_draft(
     dtype: torch.dtype,
     *,
     replace: bool = False,
+    add: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint folder atomically, with weights in ``dtype``.
 
-    The manifest is written with the fingerprints of these very weights.
+    The manifest is written with the fingerprints of these very weights; ``add`` may put more files
+    into the folder before it takes its name.
     """
     config = model.config.to_json(str(dtype).removeprefix("torch."))
     state = {
@@ -99,6 +101,8 @@ def save_draft(
                 update={"weights": prints, "weight_hashes": hashes, "weight_sums": sums}
             )
             (temporary / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
+        if add is not None:
+            add(temporary)
 
 
 def resolve_folder(folder: str | Path) -> Path:

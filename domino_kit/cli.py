@@ -41,27 +41,48 @@ def domino() -> None:
 @click.option(
     "--dry-run", is_flag=True, help="Build and check everything, write a checkpoint, stop."
 )
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in output.folder.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(1), default=1,
+    help="Processes on this machine; for several machines use torchrun -m domino_kit.train.",
+)  # fmt: skip
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @ALLOW
 def train(
-    recipe: str | None,
-    overrides: tuple[str, ...],
-    dry_run: bool,
-    quiet: bool,
-    allow: tuple[str, ...],
+    recipe: str | None, overrides: tuple[str, ...], nproc_per_node: int, **options: Any
 ) -> None:
-    """Train a draft from RECIPE (a YAML file or a bundled recipe's name) and key=value OVERRIDES."""
+    """Train a draft from RECIPE (a YAML file or a bundled recipe's name) and key=value OVERRIDES.
+
+    Exit status: 0; 1 if a checkpoint is not what was trained; 2 on bad input; 130 if interrupted.
+    """
+    path, changes = _recipe_path(recipe, overrides)
+    if nproc_per_node > 1:
+        if options["dry_run"]:
+            raise ValueError("--dry-run tries one process; leave --nproc-per-node out.")
+        from domino_kit.train.launch import launch
+        from domino_kit.train.recipe import read_recipe
+
+        read_recipe(path, changes)  # a mistake is better said once than by every process
+        raise SystemExit(launch(nproc_per_node, _without_count(sys.argv[2:])))
+    from domino_kit.train.processes import joined_processes
     from domino_kit.train.run import run_training
 
-    path, changes = _recipe_path(recipe, overrides)
-
     def run() -> int:
-        finished = run_training(
-            path, changes, dry_run=dry_run, quiet=quiet, command=sys.argv, allow=allow
-        )
+        with joined_processes() as processes:
+            finished = run_training(path, changes, command=sys.argv, processes=processes, **options)
         return 0 if finished else 130
 
     raise SystemExit(_status(run))
+
+
+def _without_count(arguments: Sequence[str]) -> list[str]:
+    """A command's words without --nproc-per-node and its value."""
+    kept, skip = [], False
+    for word in arguments:
+        if not skip and not word.startswith("--nproc-per-node"):
+            kept.append(word)
+        skip = word == "--nproc-per-node"
+    return kept
 
 
 def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -305,13 +326,13 @@ def _status(run: Callable[[], int]) -> int:
         return 1
 
 
-def main() -> None:
+def main(command: click.Command = domino, name: str | None = None) -> None:
     """Entry point: a user's mistake is one line and exit status 2.
 
     Set DOMINO_TRACEBACK=1 to see where an error was raised.
     """
     try:
-        domino.main(standalone_mode=False)
+        command.main(prog_name=name, standalone_mode=False)
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         sys.exit(130)

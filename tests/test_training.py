@@ -15,10 +15,10 @@ from domino_kit.manifest import read_manifest
 from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
 from domino_kit.train.dataset import (
+    RowStream,
     anchor_generators,
     collate,
     epoch_order,
-    micro_batches,
 )
 from domino_kit.train.features import FeatureSource, encode_row
 from domino_kit.train.initialise import copy_target_layers
@@ -111,8 +111,8 @@ def test_a_step_equals_the_naive_definition(
     ]
     parameters = [dict(run.model.named_parameters())[name] for name in names]
     wanted = torch.autograd.grad(expected, parameters)
-    batches = micro_batches(run.samples, 3, 42)
-    sums = train_step(run, FeatureSource(encode_row(run.target), 0), batches, 0)
+    rows = RowStream(run.samples, 42).rows(0, 3)
+    sums = train_step(run, FeatureSource(encode_row(run.target), 0), rows, 0)
     assert sums.weight == pytest.approx(weight, rel=1e-5)
     assert sums.loss == pytest.approx(expected.item(), rel=1e-5)
     for parameter, gradient in zip(parameters, wanted, strict=True):
@@ -127,8 +127,8 @@ def test_accumulation_does_not_change_the_update(
         changes = [f"train.batch_size={batch}", f"train.accumulation={accumulation}"]
         run = build_run(recipe(target_folder, tmp_path, *changes, rows=6))
         sgd = torch.optim.SGD(run.model.parameters(), lr=1.0)
-        batches = micro_batches(run.samples, batch, 42)
-        sums = train_step(run, FeatureSource(encode_row(run.target), 100), batches, 0)
+        rows = RowStream(run.samples, 42).rows(0, batch * accumulation)
+        sums = train_step(run, FeatureSource(encode_row(run.target), 100), rows, 0)
         update(run, sgd, sums, 0)
         return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
@@ -142,10 +142,10 @@ def test_cached_features_train_like_fresh_ones(target_folder: Path, tmp_path: Pa
     def losses(cache_mb: int) -> list[float]:
         run = build_run(recipe(target_folder, tmp_path, f"train.feature_cache_mb={cache_mb}"))
         source = FeatureSource(encode_row(run.target), cache_mb)
-        batches = micro_batches(run.samples, 2, 42)
-        return [train_step(run, source, batches, step).loss for step in range(12)]
+        rows = [RowStream(run.samples, 42).rows(2 * step, 2 * step + 2) for step in range(12)]
+        return [train_step(run, source, rows[step], step).loss for step in range(12)]
 
-    assert losses(0) == pytest.approx(losses(100), rel=1e-6)
+    assert losses(0) == losses(100)
 
 
 def test_two_runs_of_one_recipe_are_equal_bit_for_bit(target_folder: Path, tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_regression_phase_comes_first_and_leaves_the_head_alone(
 ) -> None:
     run = build_run(recipe(target_folder, tmp_path, "train.regress_steps=3"))
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
-    source, batches = FeatureSource(encode_row(run.target), 100), micro_batches(run.samples, 2, 42)
+    source, stream = FeatureSource(encode_row(run.target), 100), RowStream(run.samples, 42)
     optimizer = torch.optim.AdamW(run.model.parameters())
     losses = []
     for step in range(3):
-        sums = train_step(run, source, batches, step)
+        sums = train_step(run, source, stream.rows(2 * step, 2 * step + 2), step)
         losses.append(sums.loss / sums.weight)
         update(run, optimizer, sums, step)
     after = run.model.state_dict()
@@ -319,12 +319,9 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, target_fo
     for dtype in ("float32", "bfloat16"):
         run = build_run(recipe(target_folder, tmp_path, f"target.dtype={dtype}", "train.lr=1e-4"))
         before = run.model.norm.weight.clone()
-        source, batches = (
-            FeatureSource(encode_row(run.target), 0),
-            micro_batches(run.samples, 2, 42),
-        )
+        source = FeatureSource(encode_row(run.target), 0)
         optimizer = torch.optim.AdamW(run.model.parameters())
-        sums = train_step(run, source, batches, 0)
+        sums = train_step(run, source, RowStream(run.samples, 42).rows(0, 2), 0)
         losses[dtype] = sums.loss / sums.weight
         update(run, optimizer, sums, 0)
         assert {p.dtype for p in run.model.parameters()} == {torch.float32}

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +90,24 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def micro_batches(
-    samples: list[Sample], batch_size: int, seed: int
-) -> Iterator[tuple[int, list[Sample]]]:
-    """Endless micro-batches with their epoch; an epoch's last one may be smaller."""
-    epoch = 0
-    while True:
-        order = epoch_order(len(samples), seed, epoch)
-        for start in range(0, len(order), batch_size):
-            yield epoch, [samples[i] for i in order[start : start + batch_size]]
-        epoch += 1
+class RowStream:
+    """All epochs laid end to end: which rows a step takes follows from its number alone."""
+
+    def __init__(self, samples: list[Sample], seed: int) -> None:
+        self.samples, self.seed = samples, seed
+        self._orders: dict[int, list[int]] = {}
+
+    def rows(self, start: int, stop: int) -> list[tuple[int, Sample]]:
+        """Epoch and sample at the places ``start`` to ``stop - 1``."""
+        found = []
+        for place in range(start, stop):
+            epoch, within = divmod(place, len(self.samples))
+            if epoch not in self._orders:
+                order = epoch_order(len(self.samples), self.seed, epoch)
+                kept = {key: each for key, each in self._orders.items() if key == epoch - 1}
+                self._orders = {**kept, epoch: order}
+            found.append((epoch, self.samples[self._orders[epoch][within]]))
+        return found
 
 
 def anchor_generators(samples: list[Sample], seed: int, epoch: int) -> list[torch.Generator]:

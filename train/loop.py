@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from domino_kit.train.dataset import anchor_generators, collate, micro_batches
+from domino_kit.train.dataset import RowStream, Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource, encode_row
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.objective import lambda_base, regression
+from domino_kit.train.processes import Processes
 from domino_kit.train.report import Progress, write_checkpoint
 from domino_kit.train.setup import Run
+from domino_kit.train.state import remove_old, remove_unfinished, resume
 from domino_kit.train.step import (
     block_loss,
     compute_dtype,
@@ -42,6 +45,10 @@ class StepSums:
     empty_rows: list[str] = field(default_factory=list)
 
 
+SUMMED = ("weight", "loss", "final", "base", "rows", "correct", "base_correct", "samples")
+"""Fields of :class:`StepSums` that add up over processes."""
+
+
 def learning_rate(step: int, run: Run) -> float:
     """Linear warm-up, then cosine; the regression phase has its own warm-up and constant rate."""
     options = run.recipe.train
@@ -58,49 +65,77 @@ def learning_rate(step: int, run: Run) -> float:
 
 
 def train_step(
-    run: Run, source: FeatureSource, batches: Iterator[tuple[int, list[Any]]], step: int
+    run: Run, source: FeatureSource, rows: list[tuple[int, Sample]], step: int
 ) -> StepSums:
-    """Accumulate the gradient of one optimizer step; it is the gradient of a *sum* over rows."""
-    recipe, model, target = run.recipe, run.model, run.target
-    options = recipe.train
+    """Accumulate the gradient of this process's rows (epoch and sample) of an optimizer step.
+
+    It is the gradient of a *sum* over block rows, so that sums of micro-batches and of processes
+    are the whole step's.
+    """
+    options = run.recipe.train
     horizon = run.total_steps - options.regress_steps
     lam = lambda_base(
         step - options.regress_steps, horizon,
         options.lambda_base_start, options.lambda_base_decay_ratio,
     )  # fmt: skip
     sums = StepSums(lam=lam)
-    for _ in range(options.accumulation):
-        epoch, samples = next(batches)
-        batch = collate(samples, target.device)
-        generators = anchor_generators(samples, options.seed, epoch)
-        blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators)
-        found = source(batch)
-        with compute_dtype(target):
-            rows = forward_blocks(model, target, batch, found.features, blocks)
-        if step < options.regress_steps:
-            total = regression(rows, wanted_hidden(batch, model, found, blocks))
-        else:
-            loss = block_loss(model, target, rows, sums.lam, options.chunk_mb)
-            total = loss.total
-            sums.final += loss.final
-            sums.base += loss.base
-            sums.correct += int(loss.final_correct.sum())
-            sums.base_correct += int(loss.base_correct.sum())
-        total.backward()
-        sums.loss += float(total.detach())
-        sums.weight += float(rows.weights.sum())
-        sums.rows += int((rows.weights > 0).sum())
-        sums.samples += len(samples)
-        lacking = ~blocks.keep.any(1)
-        sums.empty_rows += [s.row_id for s, none in zip(samples, lacking, strict=True) if none]
+    for start in range(0, len(rows), options.batch_size):
+        micro_batch(run, source, rows[start : start + options.batch_size], step, sums)
     return sums
+
+
+def micro_batch(
+    run: Run, source: FeatureSource, part: list[tuple[int, Sample]], step: int, sums: StepSums
+) -> None:
+    """One forward and backward pass; its sums are added to ``sums``."""
+    recipe, model, target, options = run.recipe, run.model, run.target, run.recipe.train
+    samples = [sample for _, sample in part]
+    batch = collate(samples, target.device)
+    generators = [g for epoch, s in part for g in anchor_generators([s], options.seed, epoch)]
+    blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators)
+    found = source(batch)
+    with compute_dtype(target):
+        rows = forward_blocks(model, target, batch, found.features, blocks)
+    if step < options.regress_steps:
+        total = regression(rows, wanted_hidden(batch, model, found, blocks))
+    else:
+        loss = block_loss(model, target, rows, sums.lam, options.chunk_mb)
+        total = loss.total
+        sums.final += loss.final
+        sums.base += loss.base
+        sums.correct += int(loss.final_correct.sum())
+        sums.base_correct += int(loss.base_correct.sum())
+    total.backward()
+    sums.loss += float(total.detach())
+    sums.weight += float(rows.weights.sum())
+    sums.rows += int((rows.weights > 0).sum())
+    sums.samples += len(samples)
+    lacking = ~blocks.keep.any(1)
+    sums.empty_rows += [s.row_id for s, none in zip(samples, lacking, strict=True) if none]
+
+
+def add_up(run: Run, sums: StepSums, processes: Processes, stop: bool) -> tuple[StepSums, bool]:
+    """Sums and gradients over all processes, and whether any of them was asked to stop.
+
+    Every process takes part, with or without rows or anchors of its own.
+    """
+    if processes.count == 1:
+        return sums, stop
+    values = processes.sum(
+        [float(getattr(sums, name)) for name in SUMMED] + [stop, len(sums.empty_rows)]
+    )
+    total = StepSums(lam=sums.lam, **dict(zip(SUMMED, values, strict=False)))  # type: ignore[arg-type]
+    if values[-1]:
+        total.empty_rows = [row for rows in processes.gather(sums.empty_rows) for row in rows]
+    processes.sum_gradients(run.model)
+    return total, values[-2] > 0
 
 
 def update(run: Run, optimizer: torch.optim.Optimizer, sums: StepSums, step: int) -> float:
     """Divide the summed gradient by the summed weight, clip and step; returns the gradient norm.
 
     Dividing here, by all weights of the step, makes the result independent of how rows fall on
-    micro-batches.
+    micro-batches and processes.
     """
     parameters = [p for p in run.model.parameters() if p.grad is not None]
     for parameter in parameters:
@@ -115,12 +150,15 @@ def update(run: Run, optimizer: torch.optim.Optimizer, sums: StepSums, step: int
 
 
 @contextmanager
-def _interruptible() -> Iterator[dict[str, bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request; a second one interrupts at once."""
+def _interruptible(processes: Processes) -> Iterator[dict[str, bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request; a second one interrupts at once.
+
+    Not so among several processes, where a launcher passes on what the terminal has sent already.
+    """
     asked = {"stop": False}
 
     def handler(number: int, frame: Any) -> None:
-        if asked["stop"]:
+        if asked["stop"] and processes.count == 1:
             raise KeyboardInterrupt
         asked["stop"] = True
 
@@ -132,53 +170,124 @@ def _interruptible() -> Iterator[dict[str, bool]]:
             signal.signal(kind, old)
 
 
+@dataclass
+class Training:
+    """A run on its way: what :func:`train` carries from step to step."""
+
+    run: Run
+    command: list[str]
+    processes: Processes
+    source: FeatureSource
+    optimizer: torch.optim.Optimizer
+    measured: dict[str, float]
+    before: float
+    """Seconds of the run before it was resumed."""
+    saved: int
+    """Step of the newest checkpoint; -1 if there is none."""
+    gated: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    def validate(self, step: int, progress: Progress) -> None:
+        """Validate on all processes' shares."""
+        run = self.run
+        self.measured = validate(
+            run.recipe, run.model, run.target, self.source, run.validation, self.processes
+        )
+        progress.validation(step, self.measured)
+
+    def save(self, step: int, *, last: bool) -> None:
+        """Write a checkpoint, and check the first and the last one: others wait meanwhile."""
+
+        def write() -> None:
+            seconds = self.before + time.monotonic() - self.started
+            folder = write_checkpoint(
+                self.run, step, self.command, self.measured, seconds, self.optimizer
+            )
+            if last or not self.gated:  # a mismatch is better known now than at the end
+                check_checkpoint(self.run, folder)
+            remove_old(folder.parent, self.run.recipe.output.max_checkpoints)
+
+        self.processes.together(write, only_first=True)
+        self.saved, self.gated = step, True
+
+
 def train(
-    run: Run, command: list[str], *, quiet: bool = False, source: FeatureSource | None = None
+    run: Run,
+    command: list[str],
+    *,
+    quiet: bool = False,
+    source: FeatureSource | None = None,
+    processes: Processes | None = None,
+    resumed: bool = False,
 ) -> int:
     """Train to the end, or to Ctrl-C, save, and return the number of steps done.
 
     Checkpoints lie in ``output.folder/step-N``; ``metrics.jsonl`` and TensorBoard events beside
-    them. ``source`` may be that of an earlier run on the same target, layers and data. Raises
-    ``ValueError`` if the loss stops being a number, ``ParityError`` if the first or the last
+    them. ``source`` may be that of an earlier run on the same target, layers and data;
+    ``resumed`` goes on from the newest checkpoint there. Raises ``ValueError`` if the loss stops
+    being a number or that checkpoint is another run's, ``ParityError`` if the first or the last
     checkpoint does not do what the training graph does.
     """
-    recipe, options = run.recipe, run.recipe.train
+    options = run.recipe.train
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    state = _prepare(run, command, source, processes or Processes(), quiet, resumed)
+    step, rows = max(state.saved, 0), run.recipe.step_rows
+    stream = RowStream(run.samples, options.seed)
+    first = state.processes.first
+    progress = Progress(run, step, quiet=quiet or not first, write=first)
+    with progress, _interruptible(state.processes) as asked:
+        stop = False
+        while step < run.total_steps and not stop:
+            part = state.processes.share(stream.rows(step * rows, (step + 1) * rows))
+            own = train_step(run, state.source, part, step)
+            sums, stop = add_up(run, own, state.processes, asked["stop"])
+            if not math.isfinite(sums.loss):
+                raise ValueError(
+                    f"the loss is {sums.loss} at step {step + 1}; lower train.lr (now {options.lr})."
+                )
+            norm = update(run, state.optimizer, sums, step)
+            step += 1
+            progress.step(step, sums, learning_rate(step - 1, run), norm)
+            last = step == run.total_steps
+            if run.validation and (last or _due(step, run.recipe.output.validate_every)):
+                state.validate(step, progress)
+            if not last and not stop and _due(step, run.recipe.output.save_every):
+                state.save(step, last=False)
+    if state.saved != step:
+        state.save(step, last=True)
+    return step
+
+
+def _prepare(
+    run: Run,
+    command: list[str],
+    source: FeatureSource | None,
+    processes: Processes,
+    quiet: bool,
+    resumed: bool,
+) -> Training:
+    """Optimizer and state, from the beginning or from the newest checkpoint."""
+    options = run.recipe.train
     run.model.train()
     optimizer = torch.optim.AdamW(
         run.model.parameters(),
         lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
     )  # fmt: skip
     source = source or FeatureSource(encode_row(run.target), options.feature_cache_mb)
-    batches = micro_batches(run.samples, options.batch_size, options.seed)
-    measured: dict[str, float] = {}
-    started = time.monotonic()
-    with Progress(run, quiet=quiet) as progress, _interruptible() as asked:
-        step = saved = 0
-        while step < run.total_steps and not asked["stop"]:
-            sums = train_step(run, source, batches, step)
-            if not math.isfinite(sums.loss):
-                raise ValueError(
-                    f"the loss is {sums.loss} at step {step + 1}; lower train.lr (now {options.lr})."
-                )
-            norm = update(run, optimizer, sums, step)
-            step += 1
-            progress.step(step, sums, learning_rate(step - 1, run), norm)
-            last = step == run.total_steps
-            if run.validation and (last or _due(step, recipe.output.validate_every)):
-                measured = validate(recipe, run.model, run.target, source, run.validation)
-                progress.validation(step, measured)
-            if not last and _due(step, recipe.output.save_every):
-                seconds = time.monotonic() - started
-                folder = write_checkpoint(run, step, command, measured, seconds)
-                if saved == 0:
-                    check_checkpoint(run, folder)  # a mismatch is better known now than at the end
-                saved = step
-    if saved != step or step == 0:
-        folder = write_checkpoint(run, step, command, measured, time.monotonic() - started)
-    check_checkpoint(run, folder)
-    return step
+    state = Training(run, command, processes, source, optimizer, {}, 0.0, -1)
+    if not resumed:
+        return state
+    notes: list[str] = []
+    found = processes.together(lambda: resume(run, optimizer, notes))
+    if found is not None:
+        state.measured, state.before, state.saved = found.measured, found.seconds, found.step
+        notes.append(f"going on from step {found.step} of {run.total_steps}")
+    if processes.first:
+        remove_unfinished(run.recipe.output.folder)
+        for note in notes:
+            Console(stderr=True, quiet=quiet, markup=False).print(note)
+    return state
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -90,8 +90,10 @@ class TrainSection(Section):
 
     steps: int | None = Field(None, gt=0, description="optimizer steps; or give epochs")
     epochs: float | None = Field(None, gt=0, description="passes over the data; or give steps")
-    batch_size: int = Field(2, gt=0, description="rows a micro-batch")
-    accumulation: int = Field(1, gt=0, description="micro-batches an optimizer step")
+    batch_size: int = Field(2, gt=0, description="rows a micro-batch of one process")
+    accumulation: int = Field(
+        1, gt=0, description="batch_size times this many rows a step, shared by all processes"
+    )
     num_anchors: int = Field(256, gt=0, description="blocks a row")
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final by peak learning rate")
@@ -121,8 +123,11 @@ class TrainSection(Section):
 class OutputSection(Section):
     """What a run writes."""
 
-    folder: Path = Field(description="folder of the run; must not exist yet")
+    folder: Path = Field(description="folder of the run; must not exist yet, unless --resume")
     save_every: int | None = Field(None, gt=0, description="steps between checkpoints")
+    max_checkpoints: int | None = Field(
+        None, gt=0, description="keep only the newest; default: all"
+    )
     validate_every: int | None = Field(None, gt=0, description="steps between validations")
     validation_rows: int = Field(16, gt=0, description="rows of a validation")
     log_every: int = Field(10, gt=0, description="steps between lines of metrics")
@@ -163,6 +168,11 @@ class Recipe(Section):
                 f"{self.train.steps} for the real objective."
             )
         return self
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of an optimizer step, over all processes."""
+        return self.train.batch_size * self.train.accumulation
 
     @property
     def shift_label(self) -> bool:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from domino_kit import __version__
-from domino_kit.checkpoint import save_draft
+from domino_kit.checkpoint import save_draft, write_whole
 from domino_kit.fingerprint import WEIGHTS_NAME
 from domino_kit.manifest import (
     MANIFEST_NAME,
@@ -23,16 +23,20 @@ from domino_kit.manifest import (
 )
 from domino_kit.target import choose_dtype
 from domino_kit.train.setup import Run
+from domino_kit.train.state import save_state
 
 if TYPE_CHECKING:
     from domino_kit.train.loop import StepSums
+
+METRICS_NAME = "metrics.jsonl"
 
 
 class Progress:
     """Progress bar on the terminal, ``metrics.jsonl`` and TensorBoard events in the run's folder."""
 
-    def __init__(self, run: Run, *, quiet: bool) -> None:
-        self.run = run
+    def __init__(self, run: Run, done: int, *, quiet: bool, write: bool = True) -> None:
+        """``done`` steps lie behind a resumed run; only one process is to ``write``."""
+        self.run, self.done, self.writes = run, done, write
         self.folder = run.recipe.output.folder
         self.console = Console(stderr=True, quiet=quiet, markup=False)
         self.bar = Bar(
@@ -43,19 +47,22 @@ class Progress:
             TextColumn("{task.fields[status]}"),
             console=self.console,
         )
-        self.task = self.bar.add_task("train", total=run.total_steps, status="")
+        self.task = self.bar.add_task("train", total=run.total_steps, completed=done, status="")
         self.file: TextIO | None = None
         self.board: Any = None
         self.accept_length: float | None = None
         self.since = time.monotonic()
         self.samples = 0
+        self.named: set[str] = set()
 
     def __enter__(self) -> "Progress":
-        from torch.utils.tensorboard import SummaryWriter
+        if self.writes:
+            from torch.utils.tensorboard import SummaryWriter
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self.board = SummaryWriter(str(self.folder / "tensorboard"))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            keep_until(self.folder / METRICS_NAME, self.done)
+            self.file = (self.folder / METRICS_NAME).open("a", encoding="utf-8")
+            self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.done + 1)
         self.bar.start()
         return self
 
@@ -68,12 +75,14 @@ class Progress:
         self.bar.stop()
         if self.file is not None:
             self.file.close()
-        self.board.close()
+            self.board.close()
 
     def step(self, step: int, sums: "StepSums", lr: float, norm: float) -> None:
         """Advance the bar; every ``log_every`` steps write a line of metrics."""
-        if sums.empty_rows:
-            rows = ", ".join(sums.empty_rows[:3])
+        fresh = sorted(set(sums.empty_rows) - self.named)
+        if fresh:  # once a row: it is the same in every epoch
+            self.named.update(fresh)
+            rows = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if fresh[3:] else "")
             self.console.print(f"step {step}: no anchor in row {rows}; it weighs nothing")
         regressing = step <= self.run.recipe.train.regress_steps
         self.samples += sums.samples
@@ -108,11 +117,26 @@ class Progress:
         self.console.print(f"step {step}: {shown}")
 
     def _write(self, step: int, phase: str, values: dict[str, float]) -> None:
-        assert self.file is not None
+        if self.file is None:
+            return
         self.file.write(json.dumps({"step": step, "phase": phase, **values}) + "\n")
         self.file.flush()
         for name, value in values.items():
             self.board.add_scalar(f"{phase}/{name}", value, step)
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines of a metrics file after ``step``: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            break  # torn by a kill
+    write_whole(path, "".join(kept))
 
 
 def build_manifest(
@@ -169,16 +193,29 @@ def _save_dtype(run: Run) -> torch.dtype:
 
 
 def write_checkpoint(
-    run: Run, step: int, command: list[str], measured: dict[str, float], seconds: float
+    run: Run,
+    step: int,
+    command: list[str],
+    measured: dict[str, float],
+    seconds: float,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Path:
     """Write ``step-N`` whole, then point the run's own folder at it; returns ``step-N``.
+
+    With an ``optimizer`` the run can be resumed from it.
 
     The run's folder is itself a checkpoint: its files are links through ``latest``, which moves in
     one rename.
     """
     folder = run.recipe.output.folder / f"step-{step}"
     manifest = build_manifest(run, step, command, measured, seconds)
-    save_draft(folder, run.model, manifest, _save_dtype(run))
+
+    def add_state(unfinished: Path) -> None:
+        if optimizer is not None:
+            save_state(unfinished, run, optimizer, step)
+
+    # A resumed run may come by a step whose checkpoint it could not read.
+    save_draft(folder, run.model, manifest, _save_dtype(run), replace=True, add=add_state)
     _point(folder.with_name("latest"), folder.name)
     for name in (WEIGHTS_NAME, "config.json", MANIFEST_NAME, TRACE_NAME):
         _point(folder.with_name(name), f"latest/{name}")

@@ -11,8 +11,9 @@ from domino_kit.train.features import FeatureSource
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.loop import train
 from domino_kit.train.memory import describe_run
+from domino_kit.train.processes import Processes
 from domino_kit.train.recipe import Recipe, read_recipe
-from domino_kit.train.report import write_checkpoint
+from domino_kit.train.report import METRICS_NAME, write_checkpoint
 from domino_kit.train.setup import Run, build_run
 
 
@@ -24,12 +25,15 @@ def run_training(
     quiet: bool,
     command: list[str],
     allow: Sequence[str] = (),
+    resume: bool = False,
+    processes: Processes | None = None,
 ) -> bool:
     """Train from a recipe; false if it was interrupted (a checkpoint is then saved).
 
     Raises ``ValueError`` in one sentence for anything wrong in recipe, data or target, and
     ``ParityError`` if a checkpoint does not do what the training graph does.
     """
+    here = processes or Processes()
     recipe = read_recipe(path, overrides)
     if dry_run:
         folder = recipe.output.folder
@@ -38,9 +42,11 @@ def run_training(
             update={"output": recipe.output.model_copy(update={"folder": tried})}
         )
         shutil.rmtree(tried, ignore_errors=True)
-    check_output(recipe)
-    run = build_run(recipe, allow)
-    console = Console(stderr=True, quiet=quiet and not dry_run, markup=False)
+    check_output(recipe, resume)
+    check_processes(recipe, here)
+    run = here.together(lambda: build_run(recipe, allow))
+    assert run is not None
+    console = Console(stderr=True, quiet=(quiet and not dry_run) or not here.first, markup=False)
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip())
     for line in describe_run(run):
         console.print(line, highlight=False)
@@ -51,23 +57,49 @@ def run_training(
             f"dry run: {written} loads, and drafts as the training graph does; nothing was trained"
         )
         return True
-    return train_run(run, command, quiet=quiet)
+    return train_run(run, command, quiet=quiet, processes=here, resumed=resume)
 
 
 def train_run(
-    run: Run, command: list[str], *, quiet: bool, source: FeatureSource | None = None
+    run: Run,
+    command: list[str],
+    *,
+    quiet: bool,
+    source: FeatureSource | None = None,
+    processes: Processes | None = None,
+    resumed: bool = False,
 ) -> bool:
     """Train a built run and say where the draft lies; false if it was interrupted."""
-    steps_done = train(run, command, quiet=quiet, source=source)
-    console = Console(stderr=True, markup=False)
-    console.print(f"draft: {run.recipe.output.folder} (step {steps_done} of {run.total_steps})")
-    return steps_done == run.total_steps
+    here = processes or Processes()
+    done = train(run, command, quiet=quiet, source=source, processes=here, resumed=resumed)
+    if here.first:
+        console = Console(stderr=True, markup=False)
+        console.print(f"draft: {run.recipe.output.folder} (step {done} of {run.total_steps})")
+    return done == run.total_steps
 
 
-def check_output(recipe: Recipe) -> None:
-    """Raise ``ValueError`` if the run's folder exists already: nothing is ever overwritten."""
+def check_output(recipe: Recipe, resume: bool) -> None:
+    """Raise ``ValueError`` unless the run's folder is new, or with ``resume`` that of a run."""
     folder = recipe.output.folder
-    if folder.exists():
+    if not folder.exists():
+        return
+    if not resume:
         raise ValueError(
-            f"output.folder {folder} already exists; choose another one or remove it first."
+            f"output.folder {folder} already exists; add --resume to go on from its newest "
+            "checkpoint, choose another one, or remove it first."
+        )
+    if not (folder / METRICS_NAME).exists():
+        raise ValueError(
+            f"output.folder {folder} is not the folder of a training run (it has no "
+            f"{METRICS_NAME}), so there is nothing to go on from; choose another one."
+        )
+
+
+def check_processes(recipe: Recipe, processes: Processes) -> None:
+    """Raise ``ValueError`` if there are more processes than rows in a step."""
+    if processes.count > recipe.step_rows:
+        raise ValueError(
+            f"{processes.count} processes cannot share the {recipe.step_rows} rows of a step; raise "
+            f"train.batch_size (now {recipe.train.batch_size}) or train.accumulation (now "
+            f"{recipe.train.accumulation}), or start fewer processes."
         )

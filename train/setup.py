@@ -1,8 +1,11 @@
 """From a recipe to the objects of a run: target, data, draft, and what the manifest will say."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,14 @@ class Run:
     def supervised_tokens(self) -> int:
         """Supervised tokens of all kept rows."""
         return sum(sum(sample.loss_mask) for sample in self.samples)
+
+    @cached_property
+    def data_hash(self) -> str:
+        """SHA-256 over tokens and masks of all samples, in order."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(json.dumps([sample.input_ids, sample.loss_mask]).encode())
+        return digest.hexdigest()
 
 
 def build_run(recipe: Recipe, allow: Sequence[str] = ()) -> Run:

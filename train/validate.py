@@ -8,6 +8,7 @@ from domino_kit.replay import KnownAnswer, replay
 from domino_kit.target import Target
 from domino_kit.train.dataset import Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource
+from domino_kit.train.processes import Processes
 from domino_kit.train.recipe import Recipe
 from domino_kit.train.step import block_loss, compute_dtype, draw_blocks, forward_blocks
 
@@ -28,33 +29,46 @@ def known_answers(sample: Sample) -> list[KnownAnswer]:
 
 @torch.no_grad()
 def validate(
-    recipe: Recipe, model: DominoDraft, target: Target, source: FeatureSource, rows: list[Sample]
+    recipe: Recipe,
+    model: DominoDraft,
+    target: Target,
+    source: FeatureSource,
+    rows: list[Sample],
+    processes: Processes,
 ) -> dict[str, float]:
     """``teacher_forced_*`` and ``replay_*`` numbers; every acceptance length is with bonus.
 
-    Replay takes the rows' answers as the target's own greedy ones; with other text it is an
-    estimate that reads high or low.
+    Each process works on its share of ``rows``; all of them get the numbers of the whole. Replay
+    takes the rows' answers as the target's own greedy ones; with other text it is an estimate that
+    reads high or low.
     """
     model.eval()
-    metrics = teacher_forced(recipe, model, target, source, rows)
-    texts = [text for sample in rows for text in known_answers(sample)]
+    own = processes.share(rows)
+    metrics = teacher_forced(recipe, model, target, source, own, processes)
+    texts = [text for sample in own for text in known_answers(sample)]
     for name, use_head in (("replay", True), ("replay_head_off", False)):
         if not use_head and not model.config.has_head:
             continue
         with compute_dtype(target):
             runs = replay(target, model, texts, use_head=use_head)
-        stats = Acceptance.of([run for text in runs for run in text], model.config.num_proposals)
+        everyone = [run for part in processes.gather(runs) for text in part for run in text]
+        stats = Acceptance.of(everyone, model.config.num_proposals)
         metrics[f"{name}_accept_length"] = stats.accept_length
     model.train()
     return metrics
 
 
 def teacher_forced(
-    recipe: Recipe, model: DominoDraft, target: Target, source: FeatureSource, rows: list[Sample]
+    recipe: Recipe,
+    model: DominoDraft,
+    target: Target,
+    source: FeatureSource,
+    rows: list[Sample],
+    processes: Processes,
 ) -> dict[str, float]:
     """Losses, accuracies and acceptance with true tokens fed to the head."""
-    sums = {"weight": 0.0, "final": 0.0, "base": 0.0, "correct": 0.0, "base_correct": 0.0}
-    count = 0
+    names = ("weight", "final", "base", "correct", "base_correct", "count")
+    sums = dict.fromkeys(names, 0.0)
     correct_blocks: list[list[bool]] = []
     valid_blocks: list[list[bool]] = []
     for start in range(0, len(rows), recipe.train.batch_size):
@@ -72,14 +86,18 @@ def teacher_forced(
         sums["base"] += loss.base
         sums["correct"] += float(loss.final_correct.sum())
         sums["base_correct"] += float(loss.base_correct.sum())
-        count += int(used.sum())
+        sums["count"] += int(used.sum())
         size = model.config.block_size
         correct_blocks += loss.final_correct.view(-1, size).tolist()
         valid_blocks += used.view(-1, size).tolist()
+    sums = dict(zip(names, processes.sum(list(sums.values())), strict=True))
+    blocks_of_all = processes.gather((correct_blocks, valid_blocks))
+    correct_blocks = [block for part, _ in blocks_of_all for block in part]
+    valid_blocks = [block for _, part in blocks_of_all for block in part]
     return {
         "teacher_forced_final_loss": sums["final"] / max(sums["weight"], 1e-6),
         "teacher_forced_base_loss": sums["base"] / max(sums["weight"], 1e-6),
-        "teacher_forced_accuracy": sums["correct"] / max(count, 1),
-        "teacher_forced_base_accuracy": sums["base_correct"] / max(count, 1),
+        "teacher_forced_accuracy": sums["correct"] / max(sums["count"], 1),
+        "teacher_forced_base_accuracy": sums["base_correct"] / max(sums["count"], 1),
         "teacher_forced_accept_length": teacher_forced_accept_length(correct_blocks, valid_blocks),
     }
