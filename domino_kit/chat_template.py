@@ -35,9 +35,14 @@ def _tools(row: Row) -> dict[str, Any]:
     return {} if row.tools is None else {"tools": row.tools}
 
 
-def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], thinking: bool | None) -> list[int]:
-    """Token ids of a prompt with the generation prompt, exactly what a server feeds the target."""
-    text = render(tokenizer, messages, thinking, add_generation_prompt=True)
+def prompt_ids(
+    tokenizer: Any, messages: list[dict[str, Any]], thinking: bool | None, **extra: Any
+) -> list[int]:
+    """Token ids of a prompt with the generation prompt, exactly what a server feeds the target.
+
+    ``extra`` goes to the template, such as ``tools``.
+    """
+    text = render(tokenizer, messages, thinking, add_generation_prompt=True, **extra)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -46,9 +51,10 @@ def encode_row(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a row and its loss mask (1 where the target itself would have generated).
 
-    Supervised is every assistant turn from its first generated character through its end token;
-    what the template itself supplies (headers, empty think tags) is not. Raises ``ValueError``
-    naming the row if a turn cannot be found in the rendered text or nothing is supervised.
+    Supervised is every assistant turn, unless its weight is 0, from its first generated character
+    through its end token; what the template itself supplies (headers, empty think tags) is not.
+    Raises ``ValueError`` naming the row if a turn cannot be found in the rendered text or nothing
+    is supervised.
     """
     if row.input_ids is not None:
         assert row.loss_mask is not None
@@ -142,8 +148,8 @@ def assistant_spans(
         turn = text.find(header, cursor) if message["role"] == "assistant" else -1
         found = text.find(anchor_text, turn + len(header) if turn >= 0 else cursor)
         if found < 0:
-            if message["role"] != "assistant":
-                continue  # a template may drop or rewrite what is not an answer
+            if message["role"] != "assistant" or message.get("weight") == 0:
+                continue  # a template may drop or rewrite what is not supervised
             raise ValueError(
                 f"{row.where}, turn {number}: the chat template does not show this answer "
                 "unchanged, so it cannot be supervised; rewrite or drop the row."
@@ -153,7 +159,8 @@ def assistant_spans(
             start = _span_start(text, cursor, found, reasoning, opening)
             if not (row.cut and number == len(row.messages)):
                 end = _span_end(text, end, bool(message.get("tool_calls")), end_texts)
-            spans.append((start, end))
+            if message.get("weight") != 0:
+                spans.append((start, end))
         cursor = end
     return spans
 

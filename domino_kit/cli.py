@@ -262,6 +262,54 @@ def check(**options: Any) -> None:
 
 
 @domino.command()
+@click.option("--prompts", metavar="FILE|HUB",
+              help="Conversations to answer: JSONL, parquet or a hub data set.")  # fmt: skip
+@click.option("--target", metavar="NAME", help="The model that answers.")
+@click.option("--output", required=True, type=click.Path(path_type=Path, dir_okay=False),
+              metavar="FILE.jsonl",
+              help="Rows for data.train; a file that is there is gone on with.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["hf", "sglang"]),
+              help="transformers here, or a server; default: hf, with --url sglang.")  # fmt: skip
+@click.option("--url", multiple=True,
+              help="An OpenAI-compatible server that runs already; repeatable.")  # fmt: skip
+@click.option("--concurrency", type=click.IntRange(1), metavar="N",
+              help="Conversations at once on a server; default: 16.")  # fmt: skip
+@click.option("--max-new-tokens", type=click.IntRange(1), default=1024, help="Tokens an answer.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Nucleus.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="0 is off.")
+@click.option("--seed", type=int, default=0, help="Of sampled answers.")
+@click.option("--thinking/--no-thinking", default=None,
+              help="Thinking mode; default: the template's own.")  # fmt: skip
+@click.option("--system", metavar="TEXT", help="System prompt where a conversation has none.")
+@click.option("--limit", type=click.IntRange(1), help="Use only the first prompts.")
+@click.option("--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.0,
+              show_default=False, metavar="FRACTION", help="Share of prompts to hold out.")  # fmt: skip
+@click.option("--held-out-output", type=click.Path(path_type=Path, dir_okay=False),
+              metavar="FILE.jsonl", help="Where their rows go, for data.validation.")  # fmt: skip
+@click.option("--device", default="auto", help="auto, cpu or cuda.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+              help="Compute type; auto: float32 on CPU, bfloat16 on GPU.")  # fmt: skip
+@click.option("--trust-remote-code", is_flag=True, help="Run the target's own model code.")
+@click.option("--show-mask", type=click.IntRange(1), metavar="N",
+              help="Print the first N rows of the output, what is learnt marked.")  # fmt: skip
+@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG FLAGS]")
+def prepare(show_mask: int | None, **options: Any) -> None:
+    """Let the target itself answer prompts: the rows that a draft learns from.
+
+    Every user turn is answered in order; each answer is a row. Run again, it goes on where it
+    stopped. Sampled answers of --engine hf depend on the seed alone.
+
+    Exit status: 0; 1 if a server fails; 2 on bad input.
+    """
+    from domino_kit.train.prepare import PrepareOptions, run_prepare
+
+    chosen = PrepareOptions(**options, show_mask=show_mask or 0)
+    raise SystemExit(_status(lambda: run_prepare(chosen)))
+
+
+@domino.command()
 @click.option("--draft", required=True, metavar="FOLDER", help="Draft checkpoint to serve.")
 @click.option("--target", metavar="NAME", help="Target model; default: the one in the manifest.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")

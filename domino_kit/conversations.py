@@ -193,12 +193,24 @@ def _parse_turn(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise ValueError(f"{where} has no text: 'content' (or 'value') is {content!r:.80}.")
     message: dict[str, Any] = {"role": ROLES[role], "content": content}
+    if _weight(turn, where) == 0:
+        message["weight"] = 0
     for key in MESSAGE_EXTRAS:
         if turn.get(key) is not None:
             message[key] = turn[key]
     if "tool_calls" in message:
         message["tool_calls"] = _from_json(message["tool_calls"], f"{where}, 'tool_calls'")
     return message
+
+
+def _weight(turn: dict[str, Any], where: str) -> int:
+    """1, or 0 for an answer that is context only, as in OpenAI's format for fine-tuning."""
+    weight = turn.get("weight")
+    if weight is None:
+        return 1
+    if weight not in (0, 1):
+        raise ValueError(f"{where} has the weight {weight!r:.80}; allowed are 0 and 1.")
+    return int(weight)
 
 
 def _join_parts(parts: list[Any], where: str) -> str:

@@ -147,11 +147,11 @@ def check_target(name: str, target: Any, config: DraftConfig, flags: Flags, devi
             )
     _check_context(name, text, config, flags)
     if device == "cpu":
-        _check_cpu_target(name, target)
+        check_cpu_target(name, target)
 
 
 def _check_context(name: str, text: Any, config: DraftConfig, flags: Flags) -> None:
-    served = whole_number(flags, "--context-length", _context_length(text))
+    served = whole_number(flags, "--context-length", context_length(text))
     longest = config.max_position_embeddings
     if served > longest:
         raise ValueError(
@@ -160,8 +160,11 @@ def _check_context(name: str, text: Any, config: DraftConfig, flags: Flags) -> N
         )
 
 
-def _context_length(text: Any) -> int:
-    """As SGLang derives it: ``get_context_length`` in ``srt/utils/hf_transformers/common.py``."""
+def context_length(text: Any) -> int:
+    """A target's context length, as SGLang derives it.
+
+    Source: ``get_context_length`` in ``srt/utils/hf_transformers/common.py``.
+    """
     scaling = getattr(text, "rope_scaling", None) or {}
     kept = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     factor = 1 if kept else scaling.get("factor", 1)
@@ -182,7 +185,8 @@ def quantized(target: Any, flags: Flags) -> str | None:
     return None
 
 
-def _check_cpu_target(name: str, target: Any) -> None:
+def check_cpu_target(name: str, target: Any) -> None:
+    """Raise ``ValueError`` for a target that the CPU platform cannot run."""
     text = target.get_text_config()
     said = quantized(target, {})
     if said is not None:

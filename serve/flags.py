@@ -137,7 +137,7 @@ def check_flags(flags: Flags, config: DraftConfig, device: str) -> tuple[int, li
     block, notes = _served_block(flags, config)
     _check_parallel(flags, config, device)
     if device == "cpu":
-        _check_cpu(flags)
+        check_cpu_flags(flags)
     pool = whole_number(flags, POOL_FLAG, 0, lowest=0)
     if config.has_head and 0 < pool < config.vocab_size:
         notes.append(
@@ -212,7 +212,8 @@ def _check_parallel(flags: Flags, config: DraftConfig, device: str) -> None:
             raise ValueError(f"{flag} must be 1 on a CPU, where one process serves; leave it out.")
 
 
-def _check_cpu(flags: Flags) -> None:
+def check_cpu_flags(flags: Flags) -> None:
+    """Raise ``ValueError`` for a flag that the CPU platform does not implement."""
     for flag in CPU_ATTENTION:
         if flags.get(flag, PLATFORM_NAME) != PLATFORM_NAME:
             raise ValueError(

@@ -105,7 +105,7 @@ def plan_serve(
     return ServePlan(
         command=_command(options, target, draft, config, device, dtype, flags),
         # A shorter block was asked for by its flag, and a note says what that means.
-        environment=_environment(
+        environment=server_environment(
             device, (*options.allow, *(["block_size"] if block_size != config.block_size else []))
         ),
         target=target,
@@ -228,7 +228,8 @@ def _check_contract(
     return found + prompt_notes(manifest, tokenizer)
 
 
-def _environment(device: str, allow: tuple[str, ...]) -> dict[str, str]:
+def server_environment(device: str, allow: tuple[str, ...] = ()) -> dict[str, str]:
+    """What to add to the environment of a server on ``device``."""
     environment = {ALLOW_VARIABLE: ",".join(allow)} if allow else {}
     if device == "cpu":
         # A GPU that is there must not be found: in places SGLang asks PyTorch, not the platform.
@@ -258,11 +259,11 @@ def _command(
         # candidates is approximate.
         command += [POOL_FLAG, "0"]
     if device == "cpu":
-        command += _cpu_flags(flags)
+        command += cpu_flags(flags)
     return [*command, *options.extra]
 
 
-def _cpu_flags(flags: Flags) -> list[str]:
+def cpu_flags(flags: Flags) -> list[str]:
     """What a server on a CPU needs, except where the user says otherwise."""
     words = []
     for flag, value in {

@@ -37,7 +37,9 @@ def test_every_command_is_covered() -> None:
     commands = readme_commands()
     assert set(ELSEWHERE) <= set(commands)
     for command in commands:
-        assert command in ELSEWHERE or command.startswith(("domino train", "domino eval"))
+        assert command in ELSEWHERE or command.startswith(
+            ("domino prepare", "domino train", "domino eval")
+        )
 
 
 def test_make_targets_exist() -> None:
@@ -48,7 +50,7 @@ def test_make_targets_exist() -> None:
 
 def test_domino_commands_run_in_their_order(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    write_jsonl(tmp_path / "answers.jsonl", chat_rows(4))
+    write_jsonl(tmp_path / "prompts.jsonl", chat_rows(4))
     write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+1?", "answer": "2"}])
     ran = 0
     for command in readme_commands():
@@ -57,13 +59,16 @@ def test_domino_commands_run_in_their_order(tmp_path: Path) -> None:
         arguments = shlex.split(command)[1:]
         if arguments[0] == "train":
             arguments += [f"target.name={target}", *SMALL]
+        elif arguments[0] == "prepare":
+            arguments[arguments.index("Qwen/Qwen3-8B")] = str(target)
+            arguments += ["--max-new-tokens", "8"]
         else:
             arguments[arguments.index("gsm8k")] = "gsm8k=gsm8k.jsonl"
             arguments += ["--max-new-tokens", "8"]
         result = domino(*arguments, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         ran += 1
-    assert ran == 3
+    assert ran == 4
     assert (tmp_path / "report.json").exists()
 
 

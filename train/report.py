@@ -22,6 +22,7 @@ from domino_kit.manifest import (
     library_versions,
 )
 from domino_kit.target import choose_dtype
+from domino_kit.train.prepare_output import provenance
 from domino_kit.train.setup import Run
 from domino_kit.train.state import save_state
 
@@ -168,7 +169,7 @@ def build_manifest(
         weights_dtype=str(_save_dtype(run)).removeprefix("torch."),
         data={
             "train": recipe.data.train,
-            "provenance": recipe.data.provenance,
+            "provenance": provenance(recipe.data.train, recipe.data.provenance),
             "rows": len(run.samples),
             "dropped": dict(run.dropped),
             "supervised_tokens": run.supervised_tokens,
