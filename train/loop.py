@@ -17,10 +17,10 @@ from domino_kit.train.objective import lambda_base, regression
 from domino_kit.train.report import Progress, write_checkpoint
 from domino_kit.train.setup import Run
 from domino_kit.train.step import (
-    block_loss,
     compute_dtype,
     draw_blocks,
     forward_blocks,
+    training_loss,
     wanted_hidden,
 )
 from domino_kit.train.validate import validate
@@ -73,22 +73,29 @@ def train_step(
         epoch, samples = next(batches)
         batch = collate(samples, target.device)
         generators = anchor_generators(samples, options.seed, epoch)
-        blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators)
+        blocks = draw_blocks(
+            batch, model, options.num_anchors, recipe.gamma, generators,
+            options.visible_prefix, options.visible_prefix_base,
+        )  # fmt: skip
         found = source(batch)
         with compute_dtype(target):
             rows = forward_blocks(model, target, batch, found.features, blocks)
-        if step < options.regress_steps:
-            total = regression(rows, wanted_hidden(batch, model, found, blocks))
+        regress, wanted = step < options.regress_steps, None
+        if regress or options.distill != "none":
+            wanted = wanted_hidden(batch, model, found, blocks)
+        if regress:
+            assert wanted is not None
+            total, divisor = regression(rows, wanted), float(rows.weights.sum())
         else:
-            loss = block_loss(model, target, rows, sums.lam, options.chunk_mb)
-            total = loss.total
+            loss = training_loss(options, model, target, rows, wanted, sums.lam)
+            total, divisor = loss.total, loss.divisor
             sums.final += loss.final
             sums.base += loss.base
             sums.correct += int(loss.final_correct.sum())
             sums.base_correct += int(loss.base_correct.sum())
         total.backward()
         sums.loss += float(total.detach())
-        sums.weight += float(rows.weights.sum())
+        sums.weight += divisor
         sums.rows += int((rows.weights > 0).sum())
         sums.samples += len(samples)
         lacking = ~blocks.keep.any(1)
