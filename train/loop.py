@@ -17,6 +17,7 @@ from domino_kit.train.objective import lambda_base, regression
 from domino_kit.train.report import Progress, write_checkpoint
 from domino_kit.train.setup import Run
 from domino_kit.train.step import (
+    add_teacher,
     compute_dtype,
     draw_blocks,
     forward_blocks,
@@ -73,21 +74,16 @@ def train_step(
         epoch, samples = next(batches)
         batch = collate(samples, target.device)
         generators = anchor_generators(samples, options.seed, epoch)
-        blocks = draw_blocks(
-            batch, model, options.num_anchors, recipe.gamma, generators,
-            options.visible_prefix, options.visible_prefix_base,
-        )  # fmt: skip
+        blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators, options)
         found = source(batch)
         with compute_dtype(target):
             rows = forward_blocks(model, target, batch, found.features, blocks)
-        regress, wanted = step < options.regress_steps, None
-        if regress or options.distill != "none":
-            wanted = wanted_hidden(batch, model, found, blocks)
-        if regress:
-            assert wanted is not None
-            total, divisor = regression(rows, wanted), float(rows.weights.sum())
+        if step < options.regress_steps:
+            total = regression(rows, wanted_hidden(batch, model, found, blocks))
+            divisor = float(rows.weights.sum())
         else:
-            loss = training_loss(options, model, target, rows, wanted, sums.lam)
+            rows = add_teacher(options, rows, batch, model, found, blocks)
+            loss = training_loss(options, model, target, rows, sums.lam)
             total, divisor = loss.total, loss.divisor
             sums.final += loss.final
             sums.base += loss.base

@@ -161,6 +161,23 @@ class _Work:
         logits = self.wanted[part].to(self.head.dtype) @ self.head.T
         return teacher_probabilities(logits, self.distill, dtype)
 
+    def both(
+        self, base: Tensor, final: Tensor | None, part: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Base and final loss, the gradients of base and final logits, and the weights ``[R, 1]``.
+
+        Both losses use the same weights. A draft without head has no ``final``, and one loss.
+        """
+        weight = self.weigh(base if final is None else final, part)
+        teacher = self.teacher(part, weight.dtype)
+        if final is None:
+            loss, grad = self.losses(base, part, weight, 1.0, teacher)
+            return loss, loss, grad, None, weight
+        final_loss, grad_final = self.losses(final, part, weight, 1.0 - self.lam, teacher)
+        base_loss, grad = self.losses(base, part, weight, self.lam, teacher)
+        grad += grad_final
+        return base_loss, final_loss, grad, grad_final, weight
+
 
 class _ChunkedDualCrossEntropy(torch.autograd.Function):
     """Computes loss and gradients chunk by chunk in the forward pass; backward only scales them.
@@ -184,26 +201,20 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
         base_ok = torch.zeros_like(final_ok)
         weights = torch.zeros_like(work.weights, dtype=wide)
         for part in work.parts():
-            base = hidden[part].to(head.dtype) @ head.T
-            base_ok[part] = base.argmax(-1) == work.labels[part]
-            teacher = work.teacher(part, wide)
-            if low_rank is None or projection is None or grad_low is None:
-                weight = work.weigh(base, part)
-                base_loss, grad = work.losses(base, part, weight, 1.0, teacher)
-                final_loss, final_ok[part] = base_loss, base_ok[part]
-            else:
+            base, final = hidden[part].to(head.dtype) @ head.T, None
+            if low_rank is not None and projection is not None:
                 low, last = low_rank[part].to(head.dtype), projection.to(head.dtype)
                 final = base + low @ last.T
-                final_ok[part] = final.argmax(-1) == work.labels[part]
-                weight = work.weigh(final, part)
-                final_loss, grad_final = work.losses(final, part, weight, 1.0 - lam, teacher)
-                base_loss, grad = work.losses(base, part, weight, lam, teacher)
-                grad += grad_final
-                grad_final = grad_final.to(head.dtype)
-                grad_low[part] = (grad_final @ last).to(low_rank.dtype)
-                assert grad_projection is not None
-                grad_projection += grad_final.T @ low
+            base_ok[part] = base.argmax(-1) == work.labels[part]
+            final_ok[part] = (
+                base_ok[part] if final is None else final.argmax(-1) == work.labels[part]
+            )
+            base_loss, final_loss, grad, grad_final, weight = work.both(base, final, part)
             grad_hidden[part] = (grad.to(head.dtype) @ head).to(hidden.dtype)
+            if grad_final is not None and grad_low is not None and grad_projection is not None:
+                grad_final = grad_final.to(head.dtype)
+                grad_low[part] = (grad_final @ last).to(grad_low.dtype)
+                grad_projection += grad_final.T @ low
             weights[part] = weight[:, 0]
             base_sum += base_loss
             final_sum += final_loss

@@ -38,15 +38,16 @@ def draw_blocks(
     num_anchors: int,
     gamma: float,
     generators: list[torch.Generator],
-    prefix_share: float = 0.0,
-    prefix_base: float = 0.9,
+    options: TrainSection | None = None,
 ) -> Blocks:
-    """Sample anchors, and visible prefixes for a share of them, and weigh their rows."""
+    """Sample anchors, and visible prefixes where ``options`` want some, and weigh their rows."""
     anchors, keep = alignment.sample_anchors(batch.loss_mask, num_anchors, generators)
     prefix = None
-    if prefix_share > 0:
-        size = model.config.block_size
-        prefix = alignment.sample_prefixes(keep, prefix_share, prefix_base, size, generators)
+    if options is not None and options.visible_prefix > 0:
+        prefix = alignment.sample_prefixes(
+            keep, options.visible_prefix, options.visible_prefix_base,
+            model.config.block_size, generators,
+        )  # fmt: skip
     return weigh_blocks(batch, model, anchors, keep, gamma, prefix)
 
 
@@ -122,15 +123,24 @@ def block_loss(model: DominoDraft, target: Target, rows: Rows, lam: float, chunk
     return dual_cross_entropy(rows, target.head.weight, projection, lam, chunk)
 
 
-def training_loss(
+def add_teacher(
     options: TrainSection,
-    model: DominoDraft,
-    target: Target,
     rows: Rows,
-    wanted: Tensor | None,
-    lam: float,
+    batch: Batch,
+    model: DominoDraft,
+    found: BatchFeatures,
+    blocks: Blocks,
+) -> Rows:
+    """The rows with what distillation learns from; the same rows where there is none."""
+    if options.distill == "none":
+        return rows
+    return replace(rows, wanted=wanted_hidden(batch, model, found, blocks))
+
+
+def training_loss(
+    options: TrainSection, model: DominoDraft, target: Target, rows: Rows, lam: float
 ) -> Loss:
-    """The objective as the recipe wants it; ``wanted [R, D]`` is needed only to distill."""
+    """The objective as the recipe wants it: D-PACE weights, distillation, or neither."""
     dpace = distill = None
     if options.position_weights == "dpace":
         per_block = options.dpace_divide_by == "blocks"
@@ -139,7 +149,6 @@ def training_loss(
         distill = Distill(
             options.distill, options.distill_mix, options.distill_temperature, options.distill_top_k
         )
-        rows = replace(rows, wanted=wanted)
     projection = model.vocab_projection if model.config.has_head else None
     chunk = chunk_rows(target.vocab_size, options.chunk_mb, logit_arrays(distill is not None))
     return dual_cross_entropy(rows, target.head.weight, projection, lam, chunk, dpace, distill)
