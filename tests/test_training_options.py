@@ -318,3 +318,12 @@ def test_combinations_without_sense_are_refused(changes: list[str], message: str
 def test_a_recipe_survives_being_written_in_full() -> None:
     first = read_recipe(None, [*BLANK, *OPTIONS])
     assert type(first).model_validate(first.model_dump()) == first
+
+
+def test_a_bfloat16_target_takes_the_options_too(target_folder: Path, tmp_path: Path) -> None:
+    losses = [
+        sums.loss / sums.weight
+        for dtype in ("float32", "bfloat16")
+        for _, sums in [one_step(target_folder, tmp_path, *OPTIONS, f"target.dtype={dtype}")]
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
