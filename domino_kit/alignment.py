@@ -49,6 +49,18 @@ def decay_weights(block_size: int, shift_label: bool, gamma: float) -> Tensor:
     return torch.where(offsets >= 1, weights, torch.zeros_like(weights))
 
 
+def prefix_weights(prefix: Tensor, block_size: int, shift_label: bool, gamma: float) -> Tensor:
+    """``exp(-(m - l) / gamma)`` by row behind ``l`` visible tokens, ``[..., K]`` float32.
+
+    ``prefix [...]`` counts a block's visible tokens, the anchor included: ``t_a … t_{a+l-1}``. Rows
+    whose label is among them (offset ``m < l``) weigh 0, and the decay starts at the first token
+    that is not shown. ``l = 1`` gives :func:`decay_weights`. Source: D2SD (arXiv:2606.04446) as in
+    Automodel ``loss_type="variable_prefix"``, by offset instead of by row.
+    """
+    hidden = row_offsets(block_size, shift_label).to(prefix.device) - prefix[..., None]
+    return torch.where(hidden >= 0, torch.exp(-hidden.float() / gamma), 0.0)
+
+
 def valid_anchors(loss_mask: Tensor) -> Tensor:
     """Positions that may be anchors, ``[B, S]`` bool, from ``loss_mask`` ``[B, S]``.
 
@@ -85,11 +97,41 @@ def sample_anchors(
     return anchors.to(loss_mask.device), keep.to(loss_mask.device)
 
 
+def sample_prefixes(
+    keep: Tensor, share: float, base: float, block_size: int, generators: list[torch.Generator]
+) -> Tensor:
+    """How many tokens each block shows, the anchor included: ``[B, N]`` int64 from ``keep [B, N]``.
+
+    With probability ``share`` a length ``l`` in 2 … K-1, of probability proportional to
+    ``base ** l`` (D2SD's truncated geometric prior, as in Automodel); otherwise 1, which is what
+    a server drafts from. One generator a sample and two numbers a block, drawn after the anchors:
+    neither the anchors nor a block's length depend on which samples share a batch.
+    """
+    lengths = torch.arange(2, block_size)
+    edges = (base ** lengths.double()).cumsum(0)
+    prefix = torch.ones(keep.shape, dtype=torch.long)
+    for row, (count, generator) in enumerate(zip(keep.sum(1).tolist(), generators, strict=True)):
+        chosen, drawn = torch.rand(2, count, generator=generator, dtype=torch.float64)
+        place = torch.searchsorted(edges, drawn * edges[-1], right=True).clamp(max=len(edges) - 1)
+        prefix[row, :count] = torch.where(chosen < share, lengths[place], 1)
+    return prefix.to(keep.device)
+
+
 def block_inputs(anchor_tokens: Tensor, block_size: int, mask_token_id: int) -> Tensor:
     """``[t_a, MASK, …, MASK]`` for anchor tokens of any shape ``[...]``: ``[..., K]`` int64."""
     block = anchor_tokens.new_full((*anchor_tokens.shape, block_size), mask_token_id)
     block[..., 0] = anchor_tokens
     return block
+
+
+def show_prefix(inputs: Tensor, tokens: Tensor, prefix: Tensor) -> Tensor:
+    """The block's inputs with its first ``prefix`` rows as true tokens, ``[..., K]``.
+
+    ``inputs [..., K]`` from :func:`block_inputs`, ``tokens [..., K]`` from :func:`gru_inputs` (row j
+    holds ``t_{a+j}``), ``prefix [...]`` counts the anchor.
+    """
+    rows = torch.arange(inputs.shape[-1], device=inputs.device)
+    return torch.where(rows < prefix[..., None], tokens, inputs)
 
 
 def block_positions(anchors: Tensor, block_size: int) -> Tensor:

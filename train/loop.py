@@ -20,10 +20,11 @@ from domino_kit.train.report import Progress, write_checkpoint
 from domino_kit.train.setup import Run
 from domino_kit.train.state import remove_old, remove_unfinished, resume
 from domino_kit.train.step import (
-    block_loss,
+    add_teacher,
     compute_dtype,
     draw_blocks,
     forward_blocks,
+    training_loss,
     wanted_hidden,
 )
 from domino_kit.train.validate import validate
@@ -92,22 +93,24 @@ def micro_batch(
     samples = [sample for _, sample in part]
     batch = collate(samples, target.device)
     generators = [g for epoch, s in part for g in anchor_generators([s], options.seed, epoch)]
-    blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators)
+    blocks = draw_blocks(batch, model, options.num_anchors, recipe.gamma, generators, options)
     found = source(batch)
     with compute_dtype(target):
         rows = forward_blocks(model, target, batch, found.features, blocks)
     if step < options.regress_steps:
         total = regression(rows, wanted_hidden(batch, model, found, blocks))
+        divisor = float(rows.weights.sum())
     else:
-        loss = block_loss(model, target, rows, sums.lam, options.chunk_mb)
-        total = loss.total
+        rows = add_teacher(options, rows, batch, model, found, blocks)
+        loss = training_loss(options, model, target, rows, sums.lam)
+        total, divisor = loss.total, loss.divisor
         sums.final += loss.final
         sums.base += loss.base
         sums.correct += int(loss.final_correct.sum())
         sums.base_correct += int(loss.base_correct.sum())
     total.backward()
     sums.loss += float(total.detach())
-    sums.weight += float(rows.weights.sum())
+    sums.weight += divisor
     sums.rows += int((rows.weights > 0).sum())
     sums.samples += len(samples)
     lacking = ~blocks.keep.any(1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from domino_kit.checkpoint import HEAD_PREFIXES
-from domino_kit.train.objective import chunk_rows
+from domino_kit.train.objective import chunk_rows, logit_arrays
 from domino_kit.train.setup import Run
 
 
@@ -37,13 +37,14 @@ def estimate(run: Run) -> Memory:
     per_row = 16 * config.hidden_size + 5 * config.intermediate_size
     keys = length + recipe.train.num_anchors * config.block_size
     attention = rows * keys * (config.num_attention_heads + 1)
-    chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb))
+    arrays = logit_arrays(recipe.train.distill != "none")
+    chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb, arrays))
     token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
     tokens = sum(len(sample.input_ids) for sample in run.samples)
     return Memory(
         target=sum(p.numel() * p.element_size() for p in run.target.model.parameters()),
         draft=16 * sum(p.numel() for p in run.model.parameters()),
-        logits=chunk * config.vocab_size * 4 * 3,
+        logits=chunk * config.vocab_size * 4 * arrays,
         activations=config.num_hidden_layers * (rows * per_row + attention) * width,
         features=min(recipe.train.feature_cache_mb * 2**20, tokens * token_bytes),
     )

@@ -104,6 +104,27 @@ class TrainSection(Section):
     loss_decay_gamma: float | None = Field(
         None, gt=0, description="decay of row weights; default: 7, 5 or 4 for block 16, 10 or 8"
     )
+    position_weights: Literal["decay", "dpace"] = Field(
+        "decay", description="row weights: by offset, or D-PACE from the draft's own confidence"
+    )
+    dpace_alpha: float = Field(0.5, gt=0, le=1, description="smoothing of D-PACE's confidence")
+    dpace_divide_by: Literal["weights", "blocks"] = Field(
+        "weights", description="what D-PACE's weighted losses are divided by"
+    )
+    distill: Literal["none", "forward_kl", "total_variation"] = Field(
+        "none", description="divergence from the target's own distribution"
+    )
+    distill_mix: float = Field(
+        1.0, ge=0, le=1, description="its share; the rest is cross-entropy with the text"
+    )
+    distill_temperature: float = Field(1.0, gt=0, description="divides both models' logits")
+    distill_top_k: int = Field(0, ge=0, description="tokens of the target that count; 0: all")
+    visible_prefix: float = Field(
+        0.0, ge=0, le=1, description="share of blocks that show some true tokens after the anchor"
+    )
+    visible_prefix_base: float = Field(
+        0.9, gt=0, le=1, description="how fast longer visible prefixes get rarer"
+    )
     lambda_base_start: float = Field(1.0, ge=0, le=1, description="first weight of the base loss")
     lambda_base_decay_ratio: float = Field(
         1.0, gt=0, le=1, description="share of steps until that weight is zero"
@@ -118,6 +139,21 @@ class TrainSection(Section):
     )
     seed: int = Field(42, ge=0, description="of initial weights, data order and anchors")
     threads: int | None = Field(None, gt=0, description="CPU threads; default: PyTorch's choice")
+
+    @model_validator(mode="after")
+    def _refuse_idle_options(self) -> "TrainSection":
+        """An option that changes nothing is a mistake: its switch is missing."""
+        for prefix, needed, on in (
+            ("dpace_", "train.position_weights=dpace", self.position_weights == "dpace"),
+            ("distill_", "train.distill", self.distill != "none"),
+            ("visible_prefix_", "train.visible_prefix", self.visible_prefix > 0),
+        ):
+            for name, field in type(self).model_fields.items():
+                if name.startswith(prefix) and not on and getattr(self, name) != field.default:
+                    raise ValueError(f"train.{name} does nothing without {needed}.")
+        if self.distill != "none" and self.distill_mix == 0:
+            raise ValueError("train.distill_mix=0 leaves nothing of train.distill; set it to none.")
+        return self
 
 
 class OutputSection(Section):
@@ -159,6 +195,11 @@ class Recipe(Section):
             raise ValueError(
                 "draft.shift_label=true needs draft.projector=domino: engines read a plain DFlash "
                 "draft unshifted."
+            )
+        if self.train.visible_prefix > 0 and draft.block_size < 3:
+            raise ValueError(
+                f"train.visible_prefix needs draft.block_size of at least 3 (now {draft.block_size}): "
+                "a token to show and one to predict after the anchor."
             )
         if self.data.train == self.data.validation:
             raise ValueError("data.validation is the training data; use held-out rows.")
