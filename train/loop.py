@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from domino_kit.train.dataset import anchor_generators, collate, micro_batches
-from domino_kit.train.features import FeatureSource, encode_row
+from domino_kit.train.feature_source import open_source
+from domino_kit.train.features import FeatureSource
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.objective import lambda_base, regression
 from domino_kit.train.report import Progress, write_checkpoint
@@ -150,11 +151,14 @@ def train(
         run.model.parameters(),
         lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
     )  # fmt: skip
-    source = source or FeatureSource(encode_row(run.target), options.feature_cache_mb)
     batches = micro_batches(run.samples, options.batch_size, options.seed)
     measured: dict[str, float] = {}
     started = time.monotonic()
-    with Progress(run, quiet=quiet) as progress, _interruptible() as asked:
+    with (
+        open_source(run, source) as source,
+        Progress(run, quiet=quiet) as progress,
+        _interruptible() as asked,
+    ):
         step = saved = 0
         while step < run.total_steps and not asked["stop"]:
             sums = train_step(run, source, batches, step)

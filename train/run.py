@@ -7,6 +7,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from domino_kit.train.dataset import collate
+from domino_kit.train.feature_source import open_source
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.loop import train
@@ -45,6 +47,8 @@ def run_training(
     for line in describe_run(run):
         console.print(line, highlight=False)
     if dry_run:
+        with open_source(run) as source:
+            source(collate(run.samples[:1], run.target.device))
         written = write_checkpoint(run, 0, command, {}, 0.0)
         check_checkpoint(run, written)
         console.print(
