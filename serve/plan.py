@@ -105,7 +105,7 @@ def plan_serve(
     return ServePlan(
         command=_command(options, target, draft, config, device, dtype, flags),
         # A shorter block was asked for by its flag, and a note says what that means.
-        environment=_environment(
+        environment=environment_for(
             device, (*options.allow, *(["block_size"] if block_size != config.block_size else []))
         ),
         target=target,
@@ -228,7 +228,8 @@ def _check_contract(
     return found + prompt_notes(manifest, tokenizer)
 
 
-def _environment(device: str, allow: tuple[str, ...]) -> dict[str, str]:
+def environment_for(device: str, allow: tuple[str, ...] = ()) -> dict[str, str]:
+    """What a server's environment needs on a device, with the facts to ``allow``."""
     environment = {ALLOW_VARIABLE: ",".join(allow)} if allow else {}
     if device == "cpu":
         # A GPU that is there must not be found: in places SGLang asks PyTorch, not the platform.
@@ -258,12 +259,12 @@ def _command(
         # candidates is approximate.
         command += [POOL_FLAG, "0"]
     if device == "cpu":
-        command += _cpu_flags(flags)
+        command += cpu_flags(flags)
     return [*command, *options.extra]
 
 
-def _cpu_flags(flags: Flags) -> list[str]:
-    """What a server on a CPU needs, except where the user says otherwise."""
+def cpu_flags(flags: Flags) -> list[str]:
+    """The flags that a server on a CPU needs, except where ``flags`` say otherwise."""
     words = []
     for flag, value in {
         "--attention-backend": [PLATFORM_NAME],
