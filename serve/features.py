@@ -45,7 +45,8 @@ def feature_command(
         command.append("--trust-remote-code")
     if device == "cpu":
         pool = max(CPU_POOL_TOKENS, longest + 64)
-        command += ["--max-total-tokens", str(pool)]
+        # Unchunked prefill makes SGLang reserve more than all memory for activations of a GPU.
+        command += ["--max-total-tokens", str(pool), "--mem-fraction-static", "0.5"]
         command += cpu_flags({"--max-total-tokens": str(pool)})
     return command
 

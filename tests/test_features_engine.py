@@ -227,8 +227,8 @@ def test_training_from_a_server_and_from_its_files_agrees_with_hf(served: Any) -
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_a_server_of_other_weights_is_refused(served: Any, tmp_path: Path) -> None:
-    url, make, folder = served
+def test_a_server_of_other_weights_is_refused(served: Any) -> None:
+    url, make, _ = served
     run = make("other", "features.backend=sglang", f"features.url={url}")
     other = facts_of(run, hidden=True).model_copy(update={"weights_hash": "0"})
     with pytest.raises(ValueError, match="whose weights are not those of"):
