@@ -85,6 +85,31 @@ def _without_count(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+@domino.command("prepare-features")
+@click.argument("recipe", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--output", required=True, type=click.Path(path_type=Path, file_okay=False),
+              help="Folder to write, or to go on with.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["hf", "sglang"]),
+              help="What computes the features; default: features.backend, or hf.")  # fmt: skip
+@click.option("--hidden/--no-hidden", default=None,
+              help="Keep last hidden rows too; default: if training needs them.")  # fmt: skip
+@click.option("--shard-mb", type=click.IntRange(1), default=512, help="About the size of a file.")
+@click.option("--quiet", is_flag=True, help="Say nothing.")
+def prepare_features(
+    recipe: str | None, overrides: tuple[str, ...], output: Path, **options: Any
+) -> None:
+    """Write the target features of a recipe's rows to files, for features.backend=cached.
+
+    Says first how much it will write, and stops if the disk is too small. Started again, it goes on
+    where it was interrupted.
+    """
+    from domino_kit.train.prepare_features import run_prepare_features
+
+    path, changes = _recipe_path(recipe, overrides)
+    raise SystemExit(_status(lambda: run_prepare_features(path, changes, output, **options)))
+
+
 def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The recipe's file: a path, or a bundled name; without one, everything is an override."""
     if recipe is None:

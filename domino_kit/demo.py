@@ -18,7 +18,8 @@ from domino_kit.demo_target import ensure_demo_target
 from domino_kit.eval.run import Options, run_evaluation
 from domino_kit.serve.plan import ServeOptions, free_port, plan_serve
 from domino_kit.serve.server import Server
-from domino_kit.train.features import FeatureSource, encode_row
+from domino_kit.train.feature_source import open_source
+from domino_kit.train.features import FeatureSource
 from domino_kit.train.memory import describe_run
 from domino_kit.train.recipe import read_recipe
 from domino_kit.train.run import train_run
@@ -61,9 +62,9 @@ def run_demo(output: Path, seed: int, steps: int | None, limit: int | None) -> i
         console.print(f"\n[bold]{name}[/bold]: the same data and steps for both drafts")
         for line in describe_run(run):
             console.print(line, highlight=False)
-        source = source or FeatureSource(encode_row(run.target), recipe.train.feature_cache_mb)
-        if not train_run(run, ["domino", "demo", f"--seed={seed}"], quiet=False, source=source):
-            return 130
+        with open_source(run, source) as source:  # in process: the second draft may use it too
+            if not train_run(run, ["domino", "demo", f"--seed={seed}"], quiet=False, source=source):
+                return 130
     console.print("\n[bold]held-out prompts[/bold], none of them seen in training")
     status = finish(output, limit, console)
     console.print(f"demo finished in {(time.monotonic() - started) / 60:.1f} minutes: {output}")

@@ -128,11 +128,7 @@ def check_target(name: str, target: Any, config: DraftConfig, flags: Flags, devi
     """Raise ``ValueError`` unless ``target``, a transformers config, fits the draft and device."""
     text = target.get_text_config()
     for kind in (target.model_type, text.model_type):
-        if kind in WITHOUT_FEATURES:
-            raise ValueError(
-                f"target {name!r} is of the family {kind}, whose hidden states SGLang 0.5.23 "
-                "cannot hand to a draft; serve a draft of another family, such as qwen3 or llama."
-            )
+        check_target_family(name, kind)
     pairs = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -148,6 +144,15 @@ def check_target(name: str, target: Any, config: DraftConfig, flags: Flags, devi
     _check_context(name, text, config, flags)
     if device == "cpu":
         check_cpu_target(name, target)
+
+
+def check_target_family(name: str, kind: str) -> None:
+    """Raise ``ValueError`` for a model type whose layers SGLang cannot capture."""
+    if kind in WITHOUT_FEATURES:
+        raise ValueError(
+            f"target {name!r} is of the family {kind}, whose hidden states SGLang 0.5.23 "
+            "cannot hand to a draft; serve a draft of another family, such as qwen3 or llama."
+        )
 
 
 def _check_context(name: str, text: Any, config: DraftConfig, flags: Flags) -> None:

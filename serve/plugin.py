@@ -23,6 +23,8 @@ CONTRACT_VARIABLE = "DOMINO_KIT_CONTRACT"
 """``stop`` (the default) ends a server with an error that is not allowed; ``report`` never does."""
 ALLOW_VARIABLE = "DOMINO_KIT_ALLOW"
 """Names of facts, with commas between, whose difference is said and accepted."""
+HIDDEN_VARIABLE = "DOMINO_KIT_LAST_HIDDEN"
+"""Set for a server of features: last hidden rows stand behind the captured layers' outputs."""
 CPU_POOL_TOKENS = 32768
 """Slots of a CPU server's KV pool unless flags say otherwise: SGLang would size it by the machine's
 memory as if that were a GPU's, and take most of it."""
@@ -102,6 +104,12 @@ def _register_scheduler_hooks(on_cpu: bool) -> None:
         from domino_kit.serve.cpu_hooks import register_cpu_hooks
 
         register_cpu_hooks()
+    if os.environ.get(HIDDEN_VARIABLE):
+        HookRegistry.register(
+            "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store",
+            add_last_hidden,
+            HookType.AROUND,
+        )
     folder = os.environ.get(PROBE_VARIABLE)
     if folder:
         from domino_kit.serve.probe import register_probe
@@ -155,6 +163,21 @@ def keep_precision(kwargs: dict[str, Any], runner: Any, forward_batch: Any, *_: 
     embeds = forward_batch.input_embeds
     if embeds is not None and runner.is_draft_worker and runner.spec_algorithm.is_dflash():
         kwargs["input_embeds"] = embeds.to(runner.dtype)
+
+
+def add_last_hidden(
+    original: Any, processor: Any, hidden: Any, before_norm: Any, captured: Any, *others: Any
+) -> Any:
+    """Put the normed last hidden rows behind the captured layers: SGLang keeps both, returns one.
+
+    Most models cannot name their last layer among the captured ones.
+    """
+    import torch
+
+    stored = original(processor, hidden, before_norm, captured, *others)
+    if stored is None or captured is None or stored.shape[0] != hidden.shape[0]:
+        return stored
+    return torch.cat([stored, hidden], dim=-1)
 
 
 def add_report(output: Any, controller: Any, *_: Any) -> None:

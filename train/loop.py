@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from domino_kit.train.dataset import RowStream, Sample, anchor_generators, collate
-from domino_kit.train.features import FeatureSource, encode_row
+from domino_kit.train.feature_source import open_source
+from domino_kit.train.features import FeatureSource
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.objective import lambda_base, regression
 from domino_kit.train.processes import Processes
@@ -185,8 +186,10 @@ class Training:
     measured: dict[str, float]
     before: float
     """Seconds of the run before it was resumed."""
-    saved: int
-    """Step of the newest checkpoint; -1 if there is none."""
+    done: int = 0
+    """Steps that lay behind when this process began."""
+    saved: int = -1
+    """Step of the newest checkpoint, if it needs no other at the same step."""
     gated: bool = False
     started: float = field(default_factory=time.monotonic)
 
@@ -234,8 +237,15 @@ def train(
     options = run.recipe.train
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    state = _prepare(run, command, source, processes or Processes(), quiet, resumed)
-    step, rows = max(state.saved, 0), run.recipe.step_rows
+    with open_source(run, source) as opened:
+        state = _prepare(run, command, opened, processes or Processes(), quiet, resumed)
+        return _train(state, quiet)
+
+
+def _train(state: Training, quiet: bool) -> int:
+    """All steps from ``state.done`` on; returns the number of the last one."""
+    run, options = state.run, state.run.recipe.train
+    step, rows = state.done, run.recipe.step_rows
     stream = RowStream(run.samples, options.seed)
     first = state.processes.first
     progress = Progress(run, step, quiet=quiet or not first, write=first)
@@ -265,7 +275,7 @@ def train(
 def _prepare(
     run: Run,
     command: list[str],
-    source: FeatureSource | None,
+    source: FeatureSource,
     processes: Processes,
     quiet: bool,
     resumed: bool,
@@ -277,14 +287,15 @@ def _prepare(
         run.model.parameters(),
         lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
     )  # fmt: skip
-    source = source or FeatureSource(encode_row(run.target), options.feature_cache_mb)
-    state = Training(run, command, processes, source, optimizer, {}, 0.0, -1)
+    state = Training(run, command, processes, source, optimizer, {}, 0.0)
     if not resumed:
         return state
     notes: list[str] = []
     found = processes.together(lambda: resume(run, optimizer, notes))
     if found is not None:
-        state.measured, state.before, state.saved = found.measured, found.seconds, found.step
+        state.measured, state.before, state.done = found.measured, found.seconds, found.step
+        if found.checked or found.step < run.total_steps:  # else killed between writing and check
+            state.saved = found.step
         notes.append(f"going on from step {found.step} of {run.total_steps}")
     if processes.first:
         remove_unfinished(run.recipe.output.folder)

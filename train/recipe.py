@@ -156,6 +156,42 @@ class TrainSection(Section):
         return self
 
 
+class FeaturesSection(Section):
+    """Where the target's hidden states come from."""
+
+    backend: Literal["hf", "sglang", "cached"] = Field(
+        "hf", description="the target in process, an SGLang server, or files prepared before"
+    )
+    folder: Path | None = Field(
+        None, description="of `domino prepare-features`, for features.backend=cached"
+    )
+    url: str | None = Field(
+        None, description="a running feature server; default: one is started for the run"
+    )
+
+    @field_validator("folder")
+    @classmethod
+    def _expand(cls, folder: Path | None) -> Path | None:
+        return None if folder is None else folder.expanduser()
+
+    @model_validator(mode="after")
+    def _check(self) -> "FeaturesSection":
+        if (self.backend == "cached") != (self.folder is not None):
+            raise ValueError(
+                "features.folder goes with features.backend=cached: set both, or neither."
+            )
+        if self.url is not None and self.backend != "sglang":
+            raise ValueError(
+                f"features.url needs features.backend=sglang, which is {self.backend}; set it, or "
+                "leave the url out."
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"features.url is {self.url!r}; give an address such as http://127.0.0.1:30000."
+            )
+        return self
+
+
 class OutputSection(Section):
     """What a run writes."""
 
@@ -182,6 +218,7 @@ class Recipe(Section):
     draft: DraftSection = DraftSection()  # type: ignore[call-arg]
     data: DataSection
     train: TrainSection = TrainSection()  # type: ignore[call-arg]
+    features: FeaturesSection = FeaturesSection()  # type: ignore[call-arg]
     output: OutputSection
 
     @model_validator(mode="after")
@@ -214,6 +251,11 @@ class Recipe(Section):
     def step_rows(self) -> int:
         """Rows of an optimizer step, over all processes."""
         return self.train.batch_size * self.train.accumulation
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether training reads the target's last hidden rows, not only its features."""
+        return self.train.regress_steps > 0 or self.train.distill != "none"
 
     @property
     def shift_label(self) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from domino_kit.train.dataset import collate
+from domino_kit.train.feature_source import open_source
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.loop import train
@@ -51,6 +53,8 @@ def run_training(
     for line in describe_run(run):
         console.print(line, highlight=False)
     if dry_run:
+        with open_source(run) as source:
+            source(collate(run.samples[:1], run.target.device))
         written = write_checkpoint(run, 0, command, {}, 0.0)
         check_checkpoint(run, written)
         console.print(
@@ -102,4 +106,10 @@ def check_processes(recipe: Recipe, processes: Processes) -> None:
             f"{processes.count} processes cannot share the {recipe.step_rows} rows of a step; raise "
             f"train.batch_size (now {recipe.train.batch_size}) or train.accumulation (now "
             f"{recipe.train.accumulation}), or start fewer processes."
+        )
+    features = recipe.features
+    if processes.count > 1 and features.backend == "sglang" and features.url is None:
+        raise ValueError(
+            "each of several processes would start a feature server of its own; start one with the "
+            "command in docs/features.md and give its address as features.url."
         )

@@ -33,9 +33,13 @@ MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on: ``step`` steps are done, in ``seconds``; ``measured`` as in a manifest."""
+    """Where a run goes on: ``step`` steps are done, in ``seconds``; ``measured`` as in a manifest.
+
+    ``checked`` says that the gate has passed this checkpoint.
+    """
 
     step: int
+    checked: bool
     seconds: float
     measured: dict[str, float]
 
@@ -73,7 +77,8 @@ def resume(run: Run, optimizer: torch.optim.Optimizer, notes: list[str]) -> Resu
         _check_same_run(path, run, manifest, facts)
         _restore(run, optimizer, tensors)
         seconds = float(manifest.training.get("seconds", 0.0))
-        return Resumed(int(facts["step"]), seconds, dict(manifest.measured))
+        checked = manifest.gate == "passed"
+        return Resumed(int(facts["step"]), checked, seconds, dict(manifest.measured))
     return None
 
 
