@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from domino_kit.train import state
+from domino_kit.train.run import run_training
 from domino_kit.train.state import STATE_NAME, checkpoints
 from tests.command import DOMINO, domino, refused
 from tests.tiny_chat import chat_rows, save_target, write_jsonl
@@ -17,12 +19,14 @@ from tests.tiny_chat import chat_rows, save_target, write_jsonl
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, data, and a whole run of 24 steps in ``whole``."""
+    """A target, data, and a whole run of 24 steps in ``whole``, with the state of every step."""
     folder = tmp_path_factory.mktemp("resume")
     save_target(folder / "target")
     write_jsonl(folder / "rows.jsonl", chat_rows(7))
-    result = domino("train", *recipe(folder, "whole"))
-    assert result.returncode == 0, result.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "KEPT_STATES", 99)
+        changes = recipe(folder, "whole")
+        assert run_training(None, changes, dry_run=False, quiet=True, command=[])
     return folder
 
 
@@ -104,19 +108,29 @@ def test_another_number_of_processes_goes_on(place: Path) -> None:
 
 def test_torn_and_mixed_checkpoints_are_skipped_by_name(place: Path) -> None:
     folder = copied(place, "torn", 12)
-    state = folder / "step-12" / STATE_NAME
-    state.write_bytes(state.read_bytes()[:-100])
-    # The states of older ones are gone; give step 11 the weights of step 10.
+    torn = folder / "step-12" / STATE_NAME
+    torn.write_bytes(torn.read_bytes()[:-100])
     shutil.copy(folder / "step-10" / "model.safetensors", folder / "step-11")
-    for number in (10, 11):
-        if not (folder / f"step-{number}" / STATE_NAME).exists():
-            save_file({"model.x": load_file(folder / "step-10" / "model.safetensors")["fc.weight"]},
-                      folder / f"step-{number}" / STATE_NAME, metadata={"version": "1"})  # fmt: skip
+    (folder / "step-10" / STATE_NAME).unlink()
     result = domino("train", "--resume", *recipe(place, "torn"))
     assert result.returncode == 0, result.stderr
-    for number, why in ((12, "not readable"), (11, "different checkpoints")):
-        assert f"step-{number} is skipped: {STATE_NAME}" in result.stderr
-        assert why in result.stderr
+    for number, why in ((12, "is not readable"), (11, "and the weights are of different"),
+                        (10, "it has no")):  # fmt: skip
+        (line,) = [e for e in result.stderr.splitlines() if f"step-{number} is skipped" in e]
+        assert why in line
+    assert "going on from step 9 of 24" in result.stderr
+    assert_same_end(place / "whole", folder)
+
+
+def test_without_any_whole_checkpoint_nothing_is_started_over(place: Path) -> None:
+    folder = copied(place, "none", 3)
+    for path in checkpoints(folder):
+        (path / STATE_NAME).unlink()
+    refused(domino("train", "--resume", *recipe(place, "none")), "none of the 3 checkpoints")
+    for path in checkpoints(folder):
+        shutil.rmtree(path)
+    result = domino("train", "--resume", *recipe(place, "none"))  # nothing there: from the start
+    assert result.returncode == 0, result.stderr
     assert_same_end(place / "whole", folder)
 
 

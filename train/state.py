@@ -65,10 +65,11 @@ def resume(run: Run, optimizer: torch.optim.Optimizer, notes: list[str]) -> Resu
     """Load the newest whole checkpoint of the run's folder; ``None`` if there is none.
 
     What is skipped is said in ``notes``. Raises ``ValueError`` if the newest one belongs to another
-    run: the recipe, the target or the data differ.
+    run (the recipe, the target or the data differ), or if there are some and none is whole.
     """
     folder = run.recipe.output.folder
-    for path in checkpoints(folder):
+    found = checkpoints(folder)
+    for path in found:
         try:
             manifest, facts, tensors = _read(path)
         except ValueError as error:
@@ -79,6 +80,12 @@ def resume(run: Run, optimizer: torch.optim.Optimizer, notes: list[str]) -> Resu
         seconds = float(manifest.training.get("seconds", 0.0))
         checked = manifest.gate == "passed"
         return Resumed(int(facts["step"]), checked, seconds, dict(manifest.measured))
+    if found:
+        raise ValueError(
+            f"none of the {len(found)} checkpoints in {folder} can be gone on from: "
+            f"{' '.join(notes)} Start another run in a new output.folder (draft.init_from takes "
+            "the weights)."
+        )
     return None
 
 
