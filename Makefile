@@ -30,5 +30,8 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The demo alone, with both cores; then everything else in two processes.
 test: lint
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu" tests/test_demo.py
+	$(BIN)/python -m pytest -m "not gpu" --ignore tests/test_demo.py \
+	  -n 2 --dist loadfile --no-loadscope-reorder

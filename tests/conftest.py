@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: several workers then end at about the same time."""
-    length = {"test_demo.py": 0, "test_check_faults.py": 1}
+    length = {"test_check_faults.py": 0, "test_serving_exact.py": 1}
     slow = {item.path for item in items if item.get_closest_marker("sglang")}
     items.sort(key=lambda item: length.get(item.path.name, 2 if item.path in slow else 3))
 

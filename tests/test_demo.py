@@ -83,6 +83,25 @@ def test_served_alone_with_pages_chunks_and_a_warm_cache(demo: Path, demo_target
             assert_served(answers, wanted, 5)
 
 
+def test_every_stage_is_as_trained(demo: Path, tmp_path: Path) -> None:
+    """Training graph, replay, decode and a real server, in float32."""
+    output = tmp_path / "check.json"
+    result = domino(
+        "check", "--draft", demo / "domino", "--engine", "both", "--output", output, timeout=900
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    print(result.stdout)
+    found = json.loads(output.read_text())
+    assert found["verdict"] == "as trained"
+    paths = {each["path"] for each in found["stages"]}
+    assert paths == {"training run", "replay", "decode", "served", "served again"}
+    limits = {"features": 1e-5, "corrected_logits": 1e-4, "proposals": 0.0, "accepted_run": 0.0}
+    for stage, limit in limits.items():
+        differences = [each["relative"] for each in found["stages"] if each["stage"] == stage]
+        assert len(differences) >= 4, stage
+        assert max(differences) <= limit, (stage, differences)
+
+
 def test_drafts_are_compared_at_equal_proposals_and_data(
     demo: Path, report: dict[str, Any]
 ) -> None:
