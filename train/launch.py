@@ -19,6 +19,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         nproc_per_node=count,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        run_id="domino",  # the endpoint's free port tells runs apart
         max_restarts=0,
         monitor_interval=0.2,
     )

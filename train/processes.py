@@ -10,6 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
+from domino_kit.parity import ParityError
+from domino_kit.serve.server import ServerError
+
 T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT = timedelta(minutes=30)
@@ -57,14 +60,15 @@ class Processes:
     def together(self, work: Callable[[], T], only_first: bool = False) -> T | None:
         """Do ``work`` (``only_first``: in the first process alone) and go on if nobody failed.
 
-        After a ``ValueError`` or ``OSError`` anywhere all processes end: the first one that failed
-        with its error, the others silently, with exit status 2. Nobody is left waiting.
+        After an error for users anywhere all processes end: the first one that failed with its
+        error, the others silently, with exit status 2. Nobody is left waiting.
         """
-        result, error = None, None
+        result: T | None = None
+        error: Exception | None = None
         if self.first or not only_first:
             try:
                 result = work()
-            except (ValueError, OSError) as found:
+            except (ValueError, OSError, ParityError, ServerError) as found:
                 error = found
         failed = [place for place, bad in enumerate(self.gather(error is not None)) if bad]
         if error is not None and failed[0] == self.rank:
