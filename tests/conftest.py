@@ -21,12 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for kind in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(kind) == signal.SIG_IGN:
             signal.signal(kind, lambda *_: None)
-    if hasattr(config, "workerinput"):  # the environment is that of the process that started it
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"
-    else:
-        torch.set_num_threads(min(2, torch.get_num_threads()))
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    threads = 1 if hasattr(config, "workerinput") else 2
+    torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS counts here
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,7 +36,7 @@ def recipe(folder: Path, name: str, *changes: str) -> list[str]:
         f"output.folder={folder / name}", "draft.num_layers=1", "draft.target_layer_ids=[0,2]",
         "draft.block_size=4", "draft.mask_token_id=1", "draft.gru_hidden_dim=16",
         "draft.emb_dim=12", "train.num_anchors=5", "train.lr=1e-2", "train.steps=24",
-        "train.batch_size=2", "train.accumulation=2", "train.regress_steps=4", "train.threads=1",
+        "train.batch_size=2", "train.accumulation=2", "train.regress_steps=4",
         "output.log_every=1", "output.save_every=1", *changes,
     ]  # fmt: skip
 
