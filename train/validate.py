@@ -5,7 +5,7 @@ import torch
 from domino_kit.acceptance import Acceptance, teacher_forced_accept_length
 from domino_kit.modeling import DominoDraft
 from domino_kit.replay import KnownAnswer, replay
-from domino_kit.target import Target
+from domino_kit.target import TargetEnds
 from domino_kit.train.dataset import Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.processes import Processes
@@ -31,7 +31,7 @@ def known_answers(sample: Sample) -> list[KnownAnswer]:
 def validate(
     recipe: Recipe,
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     source: FeatureSource,
     rows: list[Sample],
     processes: Processes,
@@ -61,7 +61,7 @@ def validate(
 def teacher_forced(
     recipe: Recipe,
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     source: FeatureSource,
     rows: list[Sample],
     processes: Processes,
