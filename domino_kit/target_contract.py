@@ -38,8 +38,8 @@ SIZES = {
 class TargetFiles:
     """What is known of a target without loading its weights.
 
-    ``text_config`` is a config object (:mod:`~domino_kit.target_config`); ``tokenizer`` is ``None`` (and
-    ``no_tokenizer`` says why) if it cannot be read.
+    ``text_config`` is an object as :mod:`~domino_kit.target_config` reads it; ``tokenizer`` is
+    ``None`` (and ``no_tokenizer`` says why) if it cannot be read.
     """
 
     name: str

@@ -124,7 +124,8 @@ def _build(
     device: str,
 ) -> StoredEnds:
     with torch.device("meta"):
-        first, last = nn.Embedding(*embedding.shape), nn.Linear(*head.shape[::-1], bias=False)
+        first = nn.Embedding(*embedding.shape)
+        last = nn.Linear(head.shape[1], head.shape[0], bias=False)
     first.weight = nn.Parameter(embedding.to(device, dtype), requires_grad=False)
     last.weight = first.weight
     if head is not embedding:

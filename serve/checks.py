@@ -11,7 +11,6 @@ from domino_kit.config import ARCHITECTURE, DraftConfig
 from domino_kit.serve.flags import Flags, whole_number
 from domino_kit.serve.plugin import PLATFORM_NAME
 from domino_kit.serve.versions import ANY_SGLANG, check_version
-from domino_kit.target_config import JsonConfig, read_target_config
 
 MODEL_TYPE = "qwen3"
 """The model type under which transformers reads a draft's config."""
@@ -106,6 +105,8 @@ def check_draft_files(folder: Path) -> None:
 
 def read_served_config(name: str, flags: Flags) -> Any:
     """The target's config as SGLang will read it; raises ``ValueError`` in one line."""
+    from domino_kit.target_config import JsonConfig, read_target_config
+
     trust = "--trust-remote-code" in flags
     config = read_target_config(name, trust, flags.get("--revision") or "main")
     if isinstance(config, JsonConfig) and not trust and hasattr(config, "auto_map"):

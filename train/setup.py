@@ -148,9 +148,7 @@ def total_steps(recipe: Recipe, num_samples: int) -> int:
     return max(1, round(recipe.train.epochs * num_samples / a_step))
 
 
-def open_target(
-    recipe: Recipe, tokenizer: Any, device: str
-) -> tuple[TargetEnds, Any, list[int]]:
+def open_target(recipe: Recipe, tokenizer: Any, device: str) -> tuple[TargetEnds, Any, list[int]]:
     """The target, whole or its ends as the recipe wants it, its config and its end tokens."""
     wanted = recipe.target
     dtype = choose_dtype(wanted.dtype, device)
@@ -247,6 +245,10 @@ def rope_theta(text: Any) -> float | None:
     parameters = getattr(text, "rope_parameters", None) or {}
     found = parameters.get("rope_theta", getattr(text, "rope_theta", None))
     if found is None:
-        nested = [v["rope_theta"] for v in parameters.values() if isinstance(v, dict)]
+        nested = [
+            v["rope_theta"]
+            for v in parameters.values()
+            if isinstance(v, dict) and "rope_theta" in v
+        ]
         found = nested[0] if nested else None
     return found

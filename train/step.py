@@ -116,7 +116,9 @@ def compute_dtype(target: TargetEnds) -> AbstractContextManager[object]:
     return torch.autocast(target.device.type, dtype=dtype)
 
 
-def block_loss(model: DominoDraft, target: TargetEnds, rows: Rows, lam: float, chunk_mb: int) -> Loss:
+def block_loss(
+    model: DominoDraft, target: TargetEnds, rows: Rows, lam: float, chunk_mb: int
+) -> Loss:
     """The plain objective of a draft's rows, with the target's head and the draft's projector."""
     projection = model.vocab_projection if model.config.has_head else None
     chunk = chunk_rows(target.vocab_size, chunk_mb)
