@@ -57,7 +57,7 @@ def read_target_config(name: str, trust_remote_code: bool, revision: str = "main
         raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         kind = raw.get("model_type") if isinstance(raw, dict) else None
         known = not isinstance(kind, str) or kind in CONFIG_MAPPING
-        if known or (trust_remote_code and "AutoConfig" in raw.get("auto_map", {})):
+        if known or (trust_remote_code and "AutoConfig" in (raw.get("auto_map") or {})):
             return AutoConfig.from_pretrained(
                 name, revision=revision, trust_remote_code=trust_remote_code
             )
@@ -67,11 +67,14 @@ def read_target_config(name: str, trust_remote_code: bool, revision: str = "main
         raise ValueError(f"target {name!r} cannot be read: {said}") from None
     config = JsonConfig(raw)
     if not hasattr(config.get_text_config(), "hidden_size"):
-        parts = [name for name, value in raw.items() if isinstance(value, dict)]
+        parts = [part for part, value in raw.items() if isinstance(value, dict)]
+        custom = (
+            " It brings custom code, which may be trusted to read it." if "auto_map" in raw else ""
+        )
         raise ValueError(
             f"target {name!r} cannot be read: transformers does not know its model type {kind!r}, "
-            f"and its config.json has no hidden_size, neither at the top nor in {', '.join(TEXT_PARTS)}"
-            f" (its parts: {', '.join(parts) or 'none'})."
+            f"and config.json has no hidden_size at the top or in {', '.join(TEXT_PARTS)} (its parts: "
+            f"{', '.join(parts) or 'none'}).{custom}"
         )
     return config
 
