@@ -1,4 +1,4 @@
-"""Embedding and head out of a target's files: as the whole target has them, or an error that says why."""
+"""Embedding and head out of a target's files: as the whole target has them, or why they are not read."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Training with only the target's two ends in process: the same result, and what is not checked then."""
+"""Training with only the target's ends in process: the same result, and what is not checked then."""
 
 import json
 from collections.abc import Iterator
