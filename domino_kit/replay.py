@@ -39,6 +39,7 @@ def replay(
 ) -> list[list[int]]:
     """Accepted runs of every text, one number a verify step."""
     check_pair(model, target)
+    n = check_num_proposals(model, num_proposals)
     runs: list[list[int]] = []
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
@@ -46,7 +47,7 @@ def replay(
         runs += [
             replay_features(
                 target, model, text, features[row : row + 1],
-                num_proposals=num_proposals, use_head=use_head, chunk_anchors=chunk_anchors,
+                num_proposals=n, use_head=use_head, chunk_anchors=chunk_anchors,
             )
             for row, text in enumerate(part)
         ]  # fmt: skip

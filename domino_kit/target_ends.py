@@ -90,7 +90,7 @@ def read_ends(
     embedding = files.read(first)
     _check_size(name, first, embedding, text)
     last = files.find("head", HEAD, head_name, optional=_tied(config))
-    head = embedding if last is None else files.read(last)
+    head = embedding if last in (None, first) else files.read(last)
     if head.shape != embedding.shape:
         raise ValueError(
             f"target {name!r}: the output head {last} is {list(head.shape)}, but the embedding "
@@ -100,9 +100,10 @@ def read_ends(
 
 
 def _tied(config: Any) -> bool:
-    """Whether the embedding is the head where no head is stored; parts and whole may say it."""
+    """Whether the embedding is the head where no head is stored: the config must be of one mind."""
     places = (config, config.get_text_config())
-    return any(getattr(place, "tie_word_embeddings", False) for place in places)
+    said = [getattr(place, "tie_word_embeddings", None) for place in places]
+    return any(said) and False not in said
 
 
 def _check_size(name: str, tensor: str, embedding: Tensor, text: Any) -> None:
@@ -174,10 +175,10 @@ class _Files:
         self._refuse_quantised(what, suffix, found)
         if found or optional:
             return found[0] if found else None
-        tied = "" if what == "embedding" else ", and its config does not say tie_word_embeddings"
+        tied = ", and its config does not say tie_word_embeddings in all parts"
         raise ValueError(
-            f"target {self.name!r} stores no {suffix}{tied}{self._near(what)}; name the tensor with "
-            f"{option}."
+            f"target {self.name!r} stores no {suffix}{tied if what == 'head' else ''}"
+            f"{self._near(what)}; name the tensor with {option}."
         )
 
     def _ending(self, suffix: str) -> list[str]:
@@ -227,16 +228,18 @@ class _Files:
         return found
 
     def _fetch(self, file: str) -> Path | None:
-        """The path of one file, from the hub's cache or the hub for a hub name; or ``None``."""
+        """The path of one file, fetched for a hub name; ``None`` if there is none of that name."""
         folder = Path(self.name).expanduser()
         if folder.is_dir():
             return folder / file if (folder / file).is_file() else None
         from transformers.utils import cached_file
 
         try:
-            return Path(cached_file(self.name, file))
-        except OSError:
-            return None
+            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+        except OSError as error:
+            said = str(error).strip().splitlines()[0]
+            raise ValueError(f"{file} of target {self.name!r} cannot be fetched: {said}") from None
+        return None if found is None else Path(found)
 
     @contextmanager
     def _open(self, file: Path) -> Iterator[Any]:

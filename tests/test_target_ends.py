@@ -1,4 +1,4 @@
-"""Embedding and head out of a target's files: as the whole target has them, or why they are not read."""
+"""Embedding and head out of a target's files: as the whole target has them, or why they cannot be."""
 
 import json
 from collections.abc import Callable
@@ -170,16 +170,37 @@ def test_of_a_target_on_the_hub_only_two_shards_are_fetched(
     shard(tmp_path, place_ends)
     asked = []
 
-    def fetch(name: str, file: str) -> str:
+    def fetch(name: str, file: str, **_: Any) -> str | None:
         assert name == "someone/large"
+        if file == "b.safetensors" and file in asked:
+            raise OSError("no connection\nto the hub")
         asked.append(file)
-        if not (tmp_path / file).is_file():
-            raise OSError(f"{name} has no {file}")
-        return str(tmp_path / file)
+        return str(tmp_path / file) if (tmp_path / file).is_file() else None
 
     monkeypatch.setattr("transformers.utils.cached_file", fetch)
     read_ends("someone/large", config, [0], torch.float32, "cpu")
     assert asked == ["model.safetensors", INDEX, "a.safetensors", "b.safetensors"]
+    with pytest.raises(ValueError, match=r"b.safetensors of .* cannot be fetched: no connection$"):
+        read_ends("someone/large", config, [0], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("beside", "part", "tied"),
+    [({}, True, True), ({"tie_word_embeddings": True}, None, True), ({}, None, False),
+     ({"tie_word_embeddings": True}, False, False), ({"tie_word_embeddings": False}, True, False)],
+)  # fmt: skip
+def test_without_a_stored_head_the_config_must_be_of_one_mind(
+    tmp_path: Path, beside: dict[str, Any], part: bool | None, tied: bool
+) -> None:
+    split_parts(change_config(save_target(tmp_path), tie_word_embeddings=part), **beside)
+    if not tied:
+        with pytest.raises(
+            ValueError, match=r"no lm_head.weight, .* say tie_word_embeddings in all"
+        ):
+            ends_of(tmp_path)
+    options = {} if tied else {"head_name": "language_model.model.embed_tokens.weight"}
+    ends = ends_of(tmp_path, **options)
+    assert ends.head.weight is ends.embedding.weight
 
 
 def test_copies_in_layers_are_no_candidates_and_names_decide(tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ def test_ends_train_as_the_whole_target_bit_for_bit(
     assert lacking.startswith("gate: only the target's ends were in process")
     manifest = read_manifest(tmp_path / "run")
     assert manifest is not None and manifest.gate == "passed" and manifest.gate_lacks is None
+    monkeypatch.undo()  # what is loaded may change when a run goes on
+    again = build(target_folder, tmp_path, *more, f"output.folder={tmp_path / 'ends'}")
+    assert train(again, [], quiet=True, resumed=True) == 6
 
 
 @contextmanager
