@@ -289,6 +289,8 @@ def check(**options: Any) -> None:
 @domino.command()
 @click.option("--prompts", metavar="FILE|HUB",
               help="Conversations to answer: JSONL, parquet or a hub data set.")  # fmt: skip
+@click.option("--split", help="Split of a hub data set; default: train.")
+@click.option("--subset", help="Subset (configuration) of a hub data set.")
 @click.option("--target", metavar="NAME", help="The model that answers.")
 @click.option("--output", required=True, type=click.Path(path_type=Path, dir_okay=False),
               metavar="FILE.jsonl",

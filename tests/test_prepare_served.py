@@ -1,5 +1,6 @@
 """`domino prepare` with servers: retries, kill -9, other templates, and real SGLang beside hf."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -8,14 +9,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from domino_kit.decoding import Sampling
 from domino_kit.demo import TRAINING_DATA
+from domino_kit.serve.plain import plan_plain
 from domino_kit.serve.plan import free_port
-from domino_kit.train import answers_served
-from domino_kit.train.prepare import PrepareOptions, run_prepare
+from domino_kit.serve.server import ServerError
+from domino_kit.target import load_tokenizer
+from domino_kit.train import answers_served, prepare
+from domino_kit.train.answers import Answer, Ask, Asking, Question
+from domino_kit.train.prepare import run_prepare
+from domino_kit.train.prepare_options import PrepareOptions
 from tests.command import DOMINO, domino, refused
 from tests.openai_server import answer_to
 from tests.tiny_chat import save_target, write_jsonl
@@ -135,6 +142,27 @@ def test_a_refused_prompt_is_dropped_and_counted(tmp_path: Path, target: Path) -
     assert [row["id"] for row in read_rows(tmp_path / "a.jsonl")] == ["p0/1", "p2/1"]
 
 
+def test_a_server_that_wants_a_key_gets_the_one_in_the_environment(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[str, Any] = {
+        "output": tmp_path / "a.jsonl", "prompts": str(prompts(tmp_path, 2)), "target": str(target),
+        "max_new_tokens": 16, "quiet": True,
+    }  # fmt: skip
+    with openai_server(tmp_path / "server", key="secret") as url:
+        for wrong in (None, "other"):
+            if wrong is not None:
+                monkeypatch.setenv("DOMINO_API_KEY", wrong)
+            with pytest.raises(ServerError, match=r"answered 401.*check --url and DOMINO_API_KEY"):
+                run_prepare(PrepareOptions(**chosen, url=(url,)))
+        monkeypatch.setenv("DOMINO_API_KEY", "secret")
+        run_prepare(PrepareOptions(**chosen, url=(url,)))
+    assert len(read_rows(tmp_path / "a.jsonl")) == 2
+    assert [each["status"] for each in requests(tmp_path / "server")][-2:] == [200, 200]
+    facts = (tmp_path / "a.jsonl.meta.json").read_text()
+    assert "secret" not in facts
+
+
 def test_a_server_with_another_template_is_found_out(tmp_path: Path, target: Path) -> None:
     with openai_server(tmp_path / "server", wrong_count=True) as url:
         result = domino(
@@ -204,6 +232,34 @@ def test_flags_that_do_not_fit_are_refused(tmp_path: Path, target: Path) -> None
     assert "--no-such-flag" in unknown.stderr
 
 
+def test_a_server_of_our_own_is_seeded_for_samples(tmp_path: Path, target: Path) -> None:
+    pytest.importorskip("sglang")
+    greedy = plan_plain(str(target), "cpu", "float32", [], {})
+    assert "--random-seed" not in greedy.command
+    seeded = plan_plain(str(target), "cpu", "float32", [], {}, seed=-1).command
+    assert seeded[seeded.index("--random-seed") + 1] == str(2**32 - 1)
+    with pytest.raises(ValueError, match=r"--random-seed.*--seed"):
+        plan_plain(str(target), "cpu", "float32", ["--random-seed", "1"], {}, seed=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_every_sample_is_asked_for_with_its_own_seed(target: Path, temperature: float) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Recorder:
+        async def post(self, path: str, body: dict[str, Any]) -> Any:
+            asked.append(body["sampling_params"])
+            return {"output_ids": [3], "meta_info": {"finish_reason": {"type": "stop"}}}
+
+    sampling = Sampling(temperature, 1.0, 0)
+    asking = Asking(load_tokenizer(str(target), False), [3], sampling, 8, None)
+    ask = answers_served.by_token_ids(cast(answers_served.Servers, Recorder()), asking)
+    for seed in (5, 6):
+        asyncio.run(cast(Any, ask(Question([], None, [10], seed))))
+    seeds = [each.get("sampling_seed") for each in asked]
+    assert seeds == ([None, None] if temperature == 0 else [5, 6])
+
+
 # -- real servers --------------------------------------------------------------------------------
 
 
@@ -236,12 +292,39 @@ def test_a_real_server_answers_as_this_process_does(tmp_path: Path, target: Path
 @pytest.mark.sglang
 @pytest.mark.pretrained
 @pytest.mark.slow
-def test_the_demo_targets_answers_are_the_same_by_both_engines(
-    tmp_path: Path, demo_target: Path
+def test_the_demo_targets_answers_are_the_same_tokens_by_both_engines(
+    tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sglang")
-    here, served = both_engines(
-        tmp_path, TRAINING_DATA, demo_target, "--limit", "50", "--max-new-tokens", "24"
+    tokens: dict[str, dict[tuple[int, ...], list[int] | None]] = {"hf": {}, "sglang": {}}
+
+    def recording(engine: str, make: Any) -> Any:
+        """``make`` of ``prepare``, whose answers are noted by prompt."""
+
+        def made(*words: Any) -> Ask:
+            ask = make(*words)
+
+            async def noted(question: Question) -> Answer:
+                answer: Answer = await ask(question)
+                tokens[engine][tuple(question.ids)] = answer.tokens
+                return answer
+
+            return noted
+
+        return made
+
+    for engine, name in (("hf", "in_process"), ("sglang", "by_token_ids")):
+        monkeypatch.setattr(prepare, name, recording(engine, getattr(prepare, name)))
+        run_prepare(
+            PrepareOptions(output=tmp_path / f"{engine}.jsonl", prompts=str(TRAINING_DATA),
+                           target=str(demo_target), engine=engine, device="cpu", dtype="float32",
+                           limit=50, max_new_tokens=24, quiet=True)
+        )  # fmt: skip
+    assert len(tokens["hf"]) == 50
+    assert tokens["sglang"] == tokens["hf"]
+    assert all(tokens["hf"].values())
+    here, served = (
+        [(row["id"], row["messages"], row["finish"]) for row in read_rows(tmp_path / name)]
+        for name in ("hf.jsonl", "sglang.jsonl")
     )
-    assert len(here) == 50
     assert served == here

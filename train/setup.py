@@ -77,12 +77,12 @@ def build_run(recipe: Recipe, allow: Sequence[str] = ()) -> Run:
     sentence for whatever in the recipe, data or target is wrong.
     """
     device = choose_device(recipe.target.device)
-    rows = read_rows(recipe.data.train, recipe.data.split, recipe.data.max_rows)
+    data = recipe.data
+    rows = read_rows(data.train, data.split, data.max_rows, data.subset)
     held_out = []
-    if recipe.data.validation is not None:
-        held_out = read_rows(
-            recipe.data.validation, recipe.data.split, recipe.output.validation_rows
-        )
+    if data.validation is not None:
+        limit = recipe.output.validation_rows
+        held_out = read_rows(data.validation, data.split, limit, data.subset)
     tokenizer = load_tokenizer(recipe.target.name, recipe.target.trust_remote_code)
     hf_model = load_target_model(
         recipe.target.name,
