@@ -10,7 +10,7 @@ from rich.console import Console
 from domino_kit.train.dataset import collate
 from domino_kit.train.feature_source import open_source
 from domino_kit.train.features import FeatureSource
-from domino_kit.train.gate import check_checkpoint
+from domino_kit.train.gate import WITHOUT_TARGET, check_checkpoint
 from domino_kit.train.loop import train
 from domino_kit.train.memory import describe_run
 from domino_kit.train.processes import Processes
@@ -52,11 +52,13 @@ def run_training(
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip())
     for line in describe_run(run):
         console.print(line, highlight=False)
+    if run.whole_target is None:
+        console.print(f"check of checkpoints: {WITHOUT_TARGET}", highlight=False)
     if dry_run:
         with open_source(run) as source:
             source(collate(run.samples[:1], run.target.device))
-        written = write_checkpoint(run, 0, command, {}, 0.0)
-        check_checkpoint(run, written)
+            written = write_checkpoint(run, 0, command, {}, 0.0)
+            check_checkpoint(run, written, source)
         console.print(
             f"dry run: {written} loads, and drafts as the training graph does; nothing was trained"
         )
