@@ -68,12 +68,17 @@ def is_file(source: str) -> bool:
     return known or path.exists() or source.startswith("/")
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+def check_file(path: Path) -> None:
+    """Raise ``ValueError`` unless a data file is there and holds anything."""
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise ValueError(f"data file {path} {what}.")
     if path.stat().st_size == 0:
         raise ValueError(f"data file {path} is empty.")
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+    check_file(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix in (".jsonl", ".json"):

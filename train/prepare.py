@@ -24,7 +24,7 @@ from domino_kit.train.answers_served import (
     check_rendered,
     open_servers,
 )
-from domino_kit.train.prepare_options import PrepareOptions, check_options, check_urls
+from domino_kit.train.prepare_options import PrepareOptions, check_urls
 from domino_kit.train.prepare_output import AnswerFile, read_sidecar, settings_hash, write_sidecar
 from domino_kit.train.prepare_prompts import Conversation, read_conversations
 from domino_kit.train.prepare_report import Progress, Say, Tally, notes_console
@@ -43,15 +43,13 @@ def run_prepare(options: PrepareOptions) -> int:
     say = notes_console(options.quiet).print
     if options.prompts is not None:
         _answer(options, say)
-    elif not options.show_mask:
-        raise ValueError("--prompts is missing: the file or hub data set whose prompts are asked.")
     if options.show_mask:
         _show(options)
     return 0
 
 
 def _answer(options: PrepareOptions, say: Say) -> None:
-    engine = check_options(options)
+    engine = options.answered_by
     assert options.prompts is not None and options.target is not None
     conversations, dropped = _read(options, options.prompts)
     target = read_target(

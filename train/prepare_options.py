@@ -1,17 +1,21 @@
 """The options of `domino prepare`, and which of them go together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from domino_kit.conversations import is_file
+from domino_kit.conversations import check_file, is_file
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of the command, under the names of its flags."""
+    """The options of the command, under the names of its flags.
+
+    Without ``prompts`` nothing is answered, and rows that are there can be shown. Making them raises
+    ``ValueError`` for options that do not go together, and for a file of prompts that is not there.
+    """
 
     output: Path
     prompts: str | None = None
@@ -36,42 +40,58 @@ class PrepareOptions:
     trust_remote_code: bool = False
     show_mask: int = 0
     quiet: bool = False
-    extra: tuple[str, ...] = field(default=())
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.prompts is None:
+            if not self.show_mask:
+                raise ValueError(
+                    "--prompts is missing: the file or hub data set whose prompts are asked."
+                )
+            return
+        if self.target is None:
+            raise ValueError("--target is missing: the model whose answers are wanted.")
+        if bool(self.held_out) != (self.held_out_output is not None):
+            raise ValueError(
+                "--held-out FRACTION and --held-out-output FILE belong together; give both."
+            )
+        _check_prompts(self, self.prompts)
+        _check_engine(self)
+        _check_outputs(self)
+
+    @property
+    def answered_by(self) -> str:
+        """The engine: ``hf``, ``sglang``, or ``server`` for one that runs already."""
+        return "server" if self.url else self.engine or "hf"
 
 
-def check_options(options: PrepareOptions) -> str:
-    """The engine; raises ``ValueError`` for options that do not go together."""
-    if options.target is None:
-        raise ValueError("--target is missing: the model whose answers are wanted.")
-    engine = options.engine or ("sglang" if options.url else "hf")
-    if options.url:
-        if engine == "hf":
-            raise ValueError("--url asks a server, so it does not go with --engine hf; use one.")
-        check_urls(options.url)
+def _check_prompts(options: PrepareOptions, prompts: str) -> None:
+    if not is_file(prompts):
+        return
+    for flag in ("split", "subset"):
+        if getattr(options, flag) is not None:
+            raise ValueError(
+                f"--{flag} is for a hub data set, but --prompts {prompts} is a file; leave it out."
+            )
+    check_file(Path(prompts).expanduser())
+
+
+def _check_engine(options: PrepareOptions) -> None:
+    if options.url and options.engine == "hf":
+        raise ValueError("--url asks a server, so it does not go with --engine hf; use one.")
+    check_urls(options.url)
     if options.extra and not options.extra[0].startswith("-"):
         raise ValueError(f"{options.extra[0]!r} is unexpected; SGLang flags are given after --.")
-    if options.extra and (engine == "hf" or options.url):
+    if options.extra and options.answered_by != "sglang":
         raise ValueError(
             f"{options.extra[0]} after -- is for a server that this command starts, so it needs "
             "--engine sglang and no --url."
         )
-    if engine == "hf" and (options.concurrency or 1) > 1:
+    if options.answered_by == "hf" and (options.concurrency or 1) > 1:
         raise ValueError(
             f"--concurrency is {options.concurrency}, but --engine hf answers one prompt at a time; "
             "use --engine sglang for many at once."
         )
-    if bool(options.held_out) != (options.held_out_output is not None):
-        raise ValueError(
-            "--held-out FRACTION and --held-out-output FILE belong together; give both."
-        )
-    _check_outputs(options)
-    for flag in ("split", "subset"):
-        if getattr(options, flag) is not None and options.prompts and is_file(options.prompts):
-            raise ValueError(
-                f"--{flag} is for a hub data set, but --prompts {options.prompts} is a file; leave "
-                "it out."
-            )
-    return "server" if options.url else engine
 
 
 def _check_outputs(options: PrepareOptions) -> None:

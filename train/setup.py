@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from domino_kit.chat_template import check_template_tokens
-from domino_kit.checkpoint import resolve_folder
-from domino_kit.config import DraftConfig
+from domino_kit.config import DraftConfig, resolve_folder
 from domino_kit.contract import PROMPT_FACTS, check_allowed
 from domino_kit.conversations import read_rows
 from domino_kit.manifest import TargetIdentity, target_identity
