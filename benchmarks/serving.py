@@ -20,7 +20,7 @@ from rich.table import Table
 
 from domino_kit.acceptance import Acceptance
 from domino_kit.chat_template import prompt_ids
-from domino_kit.checkpoint import resolve_folder
+from domino_kit.config import resolve_folder
 from domino_kit.eval.engine import without_draft
 from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.eval.served import ServedAnswer, ask_all

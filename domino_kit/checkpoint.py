@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from domino_kit.config import DraftConfig, read_config
+from domino_kit.config import DraftConfig, read_config, resolve_folder
 from domino_kit.fingerprint import (
     WEIGHTS_NAME,
     tensor_fingerprint,
@@ -103,16 +103,6 @@ def save_draft(
             (temporary / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
         if add is not None:
             add(temporary)
-
-
-def resolve_folder(folder: str | Path) -> Path:
-    """The folder of a draft, checked to be one."""
-    found = Path(folder).expanduser()
-    if not found.is_dir():
-        raise ValueError(
-            f"draft {str(folder)!r} is not a folder; give a draft checkpoint's folder."
-        )
-    return found
 
 
 def load_draft(

@@ -169,6 +169,16 @@ class DraftConfig(BaseModel):
         }
 
 
+def resolve_folder(folder: str | Path) -> Path:
+    """The folder of a draft; raises ``ValueError`` if it is none."""
+    found = Path(folder).expanduser()
+    if not found.is_dir():
+        raise ValueError(
+            f"draft {str(folder)!r} is not a folder; give a draft checkpoint's folder."
+        )
+    return found
+
+
 def read_config(path: Path) -> DraftConfig:
     """Read a draft's ``config.json`` in any known variant.
 

@@ -35,13 +35,15 @@ class Row:
     cut: bool = False
 
 
-def read_rows(source: str, split: str = "train", max_rows: int | None = None) -> list[Row]:
-    """All rows of a file or hub data set.
+def read_rows(
+    source: str, split: str = "train", max_rows: int | None = None, subset: str | None = None
+) -> list[Row]:
+    """All rows of a file or hub data set; ``split`` and ``subset`` are of the latter.
 
     Raises ``ValueError`` naming file, line and field for anything that is not a conversation.
     """
     rows: list[Row] = []
-    for where, record in read_records(source, split):
+    for where, record in read_records(source, split, subset):
         rows.append(parse_row(record, where))
         if max_rows is not None and len(rows) == max_rows:
             break
@@ -54,18 +56,29 @@ def read_records(
     source: str, split: str = "train", subset: str | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Raw records of a file or hub data set, each with where it stands."""
-    path = Path(source).expanduser()
-    if path.suffix in (".jsonl", ".json", ".parquet") or path.exists() or source.startswith("/"):
-        return _read_file(path)
+    if is_file(source):
+        return _read_file(Path(source).expanduser())
     return _read_hub(source, split, subset)
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+def is_file(source: str) -> bool:
+    """Whether a source of data names a file, there or not, and no hub data set."""
+    path = Path(source).expanduser()
+    known = path.suffix in (".jsonl", ".json", ".parquet")
+    return known or path.exists() or source.startswith("/")
+
+
+def check_file(path: Path) -> None:
+    """Raise ``ValueError`` unless a data file is there and holds anything."""
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise ValueError(f"data file {path} {what}.")
     if path.stat().st_size == 0:
         raise ValueError(f"data file {path} is empty.")
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+    check_file(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix in (".jsonl", ".json"):
@@ -114,7 +127,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
             f"{name!r} is not a data file, and as a hub data set it cannot be loaded: {first_line}"
         ) from None
     for number, record in enumerate(loaded, start=1):
-        yield f"{name}[{split}]:row {number}", record
+        yield f"{name}[{split}]:row {number}", {k: v for k, v in record.items() if v is not None}
 
 
 def parse_row(record: Any, where: str) -> Row:

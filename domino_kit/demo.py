@@ -15,7 +15,8 @@ from rich.table import Table
 
 import domino_kit
 from domino_kit.demo_target import ensure_demo_target
-from domino_kit.eval.run import Options, run_evaluation
+from domino_kit.eval.options import Options
+from domino_kit.eval.run import run_evaluation
 from domino_kit.serve.plan import ServeOptions, free_port, plan_serve
 from domino_kit.serve.server import Server
 from domino_kit.train.feature_source import open_source
@@ -36,12 +37,7 @@ QUESTION = "Write a letter of resignation for a night baker."
 
 
 def run_demo(output: Path, seed: int, steps: int | None, limit: int | None) -> int:
-    """Train ``dflash`` and ``domino`` below ``output``, compare them; returns the exit status.
-
-    Raises ``ValueError`` if ``output`` exists.
-    """
-    if output.exists():
-        raise ValueError(f"{output} already exists; remove it, or choose another with --output.")
+    """Train ``dflash`` and ``domino`` below ``output``, compare them; returns the exit status."""
     console = Console()
     started = time.monotonic()
     console.print("demo target: SmolLM2-135M-Instruct")

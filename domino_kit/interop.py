@@ -19,10 +19,9 @@ from domino_kit.checkpoint import (
     check_shapes,
     expected_shapes,
     is_rotary,
-    resolve_folder,
     write_whole,
 )
-from domino_kit.config import DraftConfig, describe, parse_config, read_object
+from domino_kit.config import DraftConfig, describe, parse_config, read_object, resolve_folder
 from domino_kit.draft_contract import check_draft
 from domino_kit.fingerprint import WEIGHTS_NAME, tensor_slices
 from domino_kit.layouts import (

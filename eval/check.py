@@ -4,15 +4,15 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
 from domino_kit.acceptance import Acceptance
 from domino_kit.causes import Case, Cause, explain
 from domino_kit.chat_template import prompt_ids
-from domino_kit.checkpoint import load_draft, resolve_folder
-from domino_kit.config import DraftConfig
+from domino_kit.checkpoint import load_draft
+from domino_kit.config import DraftConfig, resolve_folder
 from domino_kit.contract import PROMPT_FACTS, Contract, check_allowed
 from domino_kit.draft_contract import check_draft, check_loaded_weights
 from domino_kit.eval.check_prompts import CheckPrompt, choose_prompts, fitting_prompts
@@ -28,6 +28,7 @@ from domino_kit.eval.check_stages import (
     trace_served,
 )
 from domino_kit.eval.lengths import sweep_lengths
+from domino_kit.eval.options import CheckOptions
 from domino_kit.manifest import Manifest, matrix_hashes, target_name, thinking_mode
 from domino_kit.parity import StageResult, compare_paths, first_difference
 from domino_kit.serve.confirm import read_report
@@ -52,29 +53,6 @@ STRICT = ("candidate_pool", "block_size", *PROMPT_FACTS)
 """Facts that other commands only warn of, since a user may want them; here they are a mismatch."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """The options of the command, under the names of its flags."""
-
-    draft: str
-    target: str | None = None
-    engine: Literal["hf", "sglang", "both"] = "hf"
-    prompts: str | None = None
-    limit: int | None = None
-    max_new_tokens: int = 32
-    static: bool = False
-    allow: tuple[str, ...] = ()
-    thinking: bool | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    url: str | None = None
-    output: Path | None = None
-    page: Path | None = None
-    lengths: tuple[int, ...] | None = None
-    extra: tuple[str, ...] = ()
 
 
 @dataclass
@@ -104,7 +82,9 @@ def run_check(options: CheckOptions) -> int:
     """
     console, notes = Console(markup=False, highlight=False, soft_wrap=True), Console(stderr=True)
     allowed = check_allowed(options.allow)
-    _check_options(options)
+    for path in (options.output, options.page):
+        if path is not None:  # better now than after the work
+            path.parent.mkdir(parents=True, exist_ok=True)
     with notes.status("checking files") as status:
         outcome, config, manifest, files, prompts = _static(options)
         if config is not None and files is not None and not options.static:
@@ -121,18 +101,6 @@ def run_check(options: CheckOptions) -> int:
     print_stages(outcome, console, static=options.static)
     write_reports(outcome, options.output, options.page)
     return int(outcome.mismatch)
-
-
-def _check_options(options: CheckOptions) -> None:
-    if options.engine == "hf" and (options.url or options.extra):
-        raise ValueError("--url and flags after -- are for a server; add --engine sglang or both.")
-    if options.url and options.extra:
-        raise ValueError("SGLang flags after -- start a server, so they do not go with --url.")
-    if options.static and (options.engine != "hf" or options.lengths is not None):
-        raise ValueError("--static reads files only; leave --engine and --lengths out.")
-    for path in (options.output, options.page):
-        if path is not None:  # better now than after the work
-            path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _strict(contract: Contract, allowed: Sequence[str]) -> None:

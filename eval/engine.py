@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 
-from domino_kit.checkpoint import resolve_folder
-from domino_kit.config import DraftConfig, read_config
+from domino_kit.config import DraftConfig, read_config, resolve_folder
 from domino_kit.eval.measure import Task, run_entry, short_name
 from domino_kit.eval.served import ServedAnswer, ask_all
 from domino_kit.serve.confirm import check_report, flush_cache, read_report

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from domino_kit.acceptance import Acceptance, histogram
-from domino_kit.checkpoint import load_draft, resolve_folder
+from domino_kit.checkpoint import load_draft
+from domino_kit.config import resolve_folder
 from domino_kit.contract import PROMPT_FACTS
 from domino_kit.decoding import Answer, Sampling, generate
 from domino_kit.eval.positions import positions_table

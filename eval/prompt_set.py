@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from domino_kit.conversations import parse_row, read_records
+from domino_kit.conversations import check_file, is_file, parse_row, read_records
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,9 @@ def read_prompts(source: str, limit: int | None) -> list[Prompt]:
     A conversation's last assistant turns are left out: they are what will be generated. Raises
     ``ValueError`` naming the file and line, or the known benchmarks.
     """
+    check_source(source)
     name, _, file = source.partition("=")
-    if name in BENCHMARKS:
-        prompts = _benchmark(name, file or None)
-    elif Path(source).expanduser().exists() or Path(source).suffix:
-        prompts = _conversations(source)
-    else:
-        raise ValueError(
-            f"prompts {source!r} is neither a file nor a benchmark; known benchmarks are "
-            f"{', '.join(BENCHMARKS)}."
-        )
+    prompts = _benchmark(name, file or None) if name in BENCHMARKS else _conversations(source)
     found = []
     for prompt in prompts:
         found.append(prompt)
@@ -61,6 +54,19 @@ def read_prompts(source: str, limit: int | None) -> list[Prompt]:
     if not found:
         raise ValueError(f"prompts {source!r} holds no prompts.")
     return found
+
+
+def check_source(source: str) -> None:
+    """Raise ``ValueError`` for prompts that are neither a benchmark nor data, or a file not there."""
+    name, _, file = source.partition("=")
+    data = file if name in BENCHMARKS else source
+    if name not in BENCHMARKS and not (Path(source).expanduser().exists() or Path(source).suffix):
+        raise ValueError(
+            f"prompts {source!r} is neither a file nor a benchmark; known benchmarks are "
+            f"{', '.join(BENCHMARKS)}."
+        )
+    if data and is_file(data):
+        check_file(Path(data).expanduser())
 
 
 def _benchmark(name: str, file: str | None) -> Iterable[Prompt]:

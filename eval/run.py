@@ -2,21 +2,20 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from domino_kit.chat_template import prompt_ids, render
-from domino_kit.checkpoint import resolve_folder
-from domino_kit.config import read_config
+from domino_kit.config import read_config, resolve_folder
 from domino_kit.contract import check_allowed
 from domino_kit.decoding import Sampling
 from domino_kit.eval.engine import EngineOptions, add_served, measure_served, prepare_engine
 from domino_kit.eval.lengths import choose_questions, length_rows, lengthen, longest_prompt
 from domino_kit.eval.measure import Task, check_lengths, equal_proposals, load_candidates, measure
+from domino_kit.eval.options import Options
 from domino_kit.eval.positions import verdict
 from domino_kit.eval.prompt_set import Prompt, read_prompts
 from domino_kit.eval.report import (
@@ -43,65 +42,16 @@ QUESTIONS = 8
 """With --lengths: prompts read for notes, and the questions asked without --limit."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of the command, under the names of its flags."""
-
-    draft: str
-    prompts: str
-    target: str | None = None
-    compare: tuple[str, ...] = ()
-    mode: Literal["replay", "decode", "both"] = "both"
-    limit: int | None = None
-    max_new_tokens: int = 256
-    num_proposals: int | None = None
-    batch_size: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    proposals: Literal["greedy", "sampled"] = "greedy"
-    seed: int = 0
-    thinking: bool | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    output: Path | None = None
-    picture: Path | None = None
-    min_accept_length: float | None = None
-    engine: Literal["hf", "sglang", "both"] = "hf"
-    url: str | None = None
-    baseline_url: str | None = None
-    concurrency: tuple[int, ...] = (1,)
-    bucket: int | None = None
-    lengths: tuple[int, ...] | None = None
-    allow: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-
-    @property
-    def modes(self) -> list[str]:
-        """The modes to run."""
-        return ["replay", "decode"] if self.mode == "both" else [self.mode]
-
-    @property
-    def server(self) -> EngineOptions:
-        """The server to start or to ask."""
-        trust = ("--trust-remote-code",) if self.trust_remote_code and self.url is None else ()
-        extra = (*trust, *self.extra)
-        return EngineOptions(self.concurrency, self.url, self.baseline_url, extra, self.allow)
-
-    @property
-    def sampling(self) -> Sampling:
-        """How the target samples."""
-        return Sampling(self.temperature, self.top_p, self.top_k, self.proposals)
-
-
 def run_evaluation(options: Options) -> int:
     """Measure and print; returns the exit status (1: results differ or acceptance is too low).
 
     Raises ``ValueError`` in one sentence for anything that cannot be measured.
     """
     notes = Console(stderr=True, markup=False)
-    _check(options)
+    sampling = Sampling(options.temperature, options.top_p, options.top_k, options.proposals)
+    for path in (options.output, options.picture):
+        if path is not None:  # better now than after the measurement
+            path.parent.mkdir(parents=True, exist_ok=True)
     wanted = options.limit if options.lengths is None else MOST_NOTES
     prompts = read_prompts(options.prompts, wanted)
     name, thinking = _target(options)
@@ -109,7 +59,7 @@ def run_evaluation(options: Options) -> int:
     engine = None
     if options.engine != "hf":
         engine = prepare_engine(
-            options.draft, name, device, options.dtype, options.server,
+            options.draft, name, device, options.dtype, _server(options),
             compared=options.engine == "both", warn=notes.print,
         )  # fmt: skip
     tokenizer = load_tokenizer(name, options.trust_remote_code)
@@ -123,7 +73,7 @@ def run_evaluation(options: Options) -> int:
         end_tokens=[],
         num_proposals=0 if engine is None else engine.block_size - 1,
         batch_size=options.batch_size,
-        sampling=options.sampling,
+        sampling=sampling,
         seed=options.seed,
         bucket=options.bucket,
         replay_batch=1 if lengths else 8,  # a long text fills a batch
@@ -141,7 +91,7 @@ def run_evaluation(options: Options) -> int:
         if engine is not None:
             served = measure_served(task, engine, status.update)
             ids = [prompt.prompt_id for prompt in prompts]
-            add_served(result, served, ids, greedy=options.sampling.greedy)
+            add_served(result, served, ids, greedy=sampling.greedy)
     if lengths:
         _add_lengths(result["runs"], lengths, task.prompt_ids)
     report = {**facts, **_settings(options), **result}
@@ -153,25 +103,13 @@ def run_evaluation(options: Options) -> int:
     return _status(report, options.min_accept_length, notes)
 
 
-def _check(options: Options) -> None:
-    """What can be refused before anything is read, and the folders for the results."""
-    replayed = options.engine != "sglang" and "replay" in options.modes
-    if replayed and not options.sampling.greedy:
-        raise ValueError("replay measures greedy decoding; with --temperature use --mode decode.")
-    if options.engine == "hf" and (options.url or options.baseline_url or options.extra):
-        raise ValueError(
-            "--url, --baseline-url and flags after -- are for a server; add --engine sglang."
-        )
-    if options.engine == "sglang" and options.compare:
-        raise ValueError("--compare needs --engine hf or both: a server serves one draft.")
-    if options.engine != "hf" and options.num_proposals is not None:
-        raise ValueError(
-            "--num-proposals does not go with a server, which drafts its block; leave it out (with "
-            "--engine sglang, a shorter block is: -- --speculative-num-draft-tokens N)."
-        )
-    for path in (options.output, options.picture):
-        if path is not None:  # better now than after the measurement
-            path.parent.mkdir(parents=True, exist_ok=True)
+def _server(options: Options) -> EngineOptions:
+    """The server to start or to ask."""
+    trust = ("--trust-remote-code",) if options.trust_remote_code and options.url is None else ()
+    extra = (*trust, *options.extra)
+    return EngineOptions(
+        options.concurrency, options.url, options.baseline_url, extra, options.allow
+    )
 
 
 def _longer(

@@ -26,6 +26,8 @@ from domino_kit.serve.server import Server, ServerError
 
 HOST = "127.0.0.1"
 START_SECONDS = 1800.0
+SEEDS = 2**32
+"""SGLang seeds NumPy too, which takes no others."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ def plan_plain(
     environ: Mapping[str, str],
     *,
     trust_remote_code: bool = False,
+    seed: int | None = None,
 ) -> PlainPlan:
     """Check target, flags and environment, and build SGLang's command without a draft.
 
-    ``extra`` are SGLang flags, ``environ`` the process's environment. Raises ``ValueError`` in one
+    ``extra`` are SGLang flags, ``environ`` the process's environment, ``seed`` is of sampled answers,
+    for which SGLang takes its own otherwise. Raises ``ValueError`` in one
     sentence that says what to change.
     """
     notes = check_sglang(environ)
@@ -62,12 +66,16 @@ def plan_plain(
         words.append("--trust-remote-code")
     flags = read_flags(words)
     _check_flags(flags)
+    if seed is not None:
+        _check_seed(flags)
     device = resolve_device(device)
     check_environment(environ, device)
     config = read_served_config(target, flags)
     context = whole_number(flags, "--context-length", context_length(config.get_text_config()))
     command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", target]
     command += ["--host", HOST, "--port", "0", "--device", device, "--dtype", dtype]
+    if seed is not None:
+        command += ["--random-seed", str(seed % SEEDS)]
     if device == "cpu":
         check_cpu_flags(flags)
         check_cpu_target(target, config)
@@ -93,6 +101,14 @@ def _check_flags(flags: Mapping[str, str | None]) -> None:
                 f"{flag} after -- would keep domino from asking its own server; leave it out, or "
                 "start the server yourself and give its address with --url."
             )
+
+
+def _check_seed(flags: Mapping[str, str | None]) -> None:
+    if "--random-seed" in flags:
+        raise ValueError(
+            "--random-seed after -- is set by domino itself where answers are sampled; give --seed "
+            "before --."
+        )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from domino_kit.config import DraftConfig, read_config
+from domino_kit.config import DraftConfig, read_config, resolve_folder
 from domino_kit.serve.checks import (
     check_draft_files,
     check_environment,
@@ -37,7 +37,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class ServeOptions:
     """The options of the command, under the names of its flags.
 
-    ``extra`` is everything after ``--`` and goes to SGLang unchanged.
+    ``extra`` is everything after ``--`` and goes to SGLang unchanged. Making them raises
+    ``ValueError`` for a device, type or port that there is not.
     """
 
     draft: str
@@ -48,6 +49,17 @@ class ServeOptions:
     dtype: str = "auto"
     allow: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ValueError(
+                f"--device is {self.device!r}; use {', '.join(DEVICES)} (and CUDA_VISIBLE_DEVICES "
+                "to choose a GPU)."
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}.")
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}; use 1 to 65535.")
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,6 @@ def plan_serve(
     ``environ`` is the process's environment. Without ``check_port`` the port may be in use, as
     beside a running server. Raises ``ValueError`` in one sentence that says what to change.
     """
-    _check_options(options)
     notes = check_sglang(environ)
     draft, config, manifest = _read_draft(options.draft)
     flags = read_flags(options.extra)
@@ -137,25 +148,12 @@ def resolve_device(wanted: str) -> str:
 
 
 def _read_draft(name: str) -> "tuple[Path, DraftConfig, Manifest | None]":
-    from domino_kit.checkpoint import resolve_folder
     from domino_kit.manifest import read_manifest
 
     folder = resolve_folder(name)
     config = read_config(folder / "config.json")
     check_draft_files(folder)
     return folder, config, read_manifest(folder)
-
-
-def _check_options(options: ServeOptions) -> None:
-    if options.device not in DEVICES:
-        raise ValueError(
-            f"--device is {options.device!r}; use {', '.join(DEVICES)} (and CUDA_VISIBLE_DEVICES "
-            "to choose a GPU)."
-        )
-    if options.dtype not in DTYPES:
-        raise ValueError(f"--dtype is {options.dtype!r}; use one of {', '.join(DTYPES)}.")
-    if not 1 <= options.port <= 65535:
-        raise ValueError(f"--port is {options.port}; use 1 to 65535.")
 
 
 def _resolve_dtype(wanted: str, device: str, config: DraftConfig) -> str:

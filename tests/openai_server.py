@@ -2,7 +2,8 @@
 
 Run as ``python -m tests.openai_server FOLDER``. It writes its port to ``FOLDER/port`` and every
 chat request to ``FOLDER/requests.jsonl``; ``FOLDER/plan.json`` holds the statuses of the first
-requests, ``seconds`` an answer takes, and whether ``wrong_count`` is said of prompts.
+requests, ``seconds`` an answer takes, the ``key`` that it wants, and whether ``wrong_count`` is
+said of prompts.
 """
 
 import json
@@ -38,6 +39,9 @@ class Handler(BaseHTTPRequestHandler):
         with LOCK:
             statuses = self.plan.get("statuses") or []
             status = statuses.pop(0) if statuses else 200
+            key = self.plan.get("key")
+            if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+                status = 401
             with (self.folder / "requests.jsonl").open("a") as log:
                 log.write(json.dumps({"path": self.path, "status": status, **body}) + "\n")
         if status != 200 or self.path != "/v1/chat/completions":

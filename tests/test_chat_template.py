@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
-from domino_kit.chat_template import encode_row, prompt_ids
+from domino_kit.chat_template import encode_row, prompt_ids, split_row
 from domino_kit.conversations import Row, parse_row
+from domino_kit.train.dataset import build_samples
 from tests.tiny_chat import PLAIN, THINKING, tiny_tokenizer
 
 END = [3]
@@ -74,10 +76,72 @@ def test_reasoning_is_supervised_with_the_tags_that_the_model_writes(
     assert supervised(THINKING, messages, True) == expected
 
 
-def test_reasoning_that_the_template_drops_is_not_supervised() -> None:
+def test_answer_without_its_reasoning_is_learnt_in_a_row_of_its_own() -> None:
     messages = [turn("user", "2+2"), turn("assistant", "four", reasoning_content="two and two"),
                 turn("user", "3+3"), turn("assistant", "six")]  # fmt: skip
-    assert supervised(THINKING, messages, True) == "four<|im_end|>|six<|im_end|>"
+    assert supervised(THINKING, messages, True) == "six<|im_end|>"
+    row = Row("data.jsonl:1", "7", messages=messages, cut=True)
+    alone, rest = split_row(tiny_tokenizer(THINKING), row, True)
+    assert (alone.row_id, alone.where, alone.cut) == ("7/1", "data.jsonl:1, answer 1", False)
+    expected = "<think>\ntwo and two\n</think>\n\nfour<|im_end|>"
+    assert supervised(THINKING, alone.messages, True) == expected
+    assert (rest.row_id, rest.cut) == ("7", True)
+    assert supervised(THINKING, rest.messages, True) == "six<|im_end|>"
+    samples, _ = build_samples(
+        [row], tiny_tokenizer(THINKING), thinking=True, end_tokens=END, max_length=500,
+        min_supervised=2,
+    )  # fmt: skip
+    assert [sample.row_id for sample in samples] == ["7/1", "7"]
+
+
+def test_template_that_shows_all_reasoning_needs_no_other_rows() -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    messages = [turn("user", "a"), turn("assistant", "b", reasoning_content="b?"),
+                turn("user", "c"), turn("assistant", "d", reasoning_content="d?")]  # fmt: skip
+    row = Row("f:1", "1", messages=messages)
+    assert split_row(tiny_tokenizer(template), row, True) == [row]
+    assert supervised(template, messages, True) == "b?b<|im_end|>|d?d<|im_end|>"
+
+
+def test_reasoning_that_repeats_the_answer_ends_nothing_early() -> None:
+    answer = turn("assistant", "four", reasoning_content="four is four")
+    expected = "<think>\nfour is four\n</think>\n\nfour<|im_end|>"
+    assert supervised(THINKING, [turn("user", "2+2"), answer], True) == expected
+
+
+def test_prompt_that_opens_the_reasoning_itself() -> None:
+    template = THINKING.replace(
+        "<think>\n\n</think>\n\n{% endif %}{% endif %}", "{% endif %}<think>\n{% endif %}"
+    )
+    asked = turn("user", "2+2")
+    answer = turn("assistant", "two and two\n</think>\n\nfour")
+    expected = "two and two\n</think>\n\nfour<|im_end|>"
+    assert supervised(template, [asked, answer]) == expected
+    cut = turn("assistant", "two and")
+    assert supervised(template, [asked, cut], cut=True) == "two and"
+
+
+def test_template_without_a_header_leaves_the_space_to_the_answer() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+        "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    messages = [
+        turn("user", "a"),
+        turn("assistant", "b"),
+        turn("user", "a"),
+        turn("assistant", "c"),
+    ]
+    assert supervised(template, messages) == " b<|im_end|>| c<|im_end|>"
+
+
+def test_spaces_that_the_tokenizer_leaves_out_of_its_offsets() -> None:
+    tokenizer = tiny_tokenizer(PLAIN)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    row = Row("f:1", "1", messages=[turn("user", "a"), turn("assistant", "b    c")])
+    ids, mask = encode_row(tokenizer, row, None, END)
+    span = [token for token, flag in zip(ids, mask, strict=True) if flag]
+    assert tokenizer.decode(span) == "b    c<|im_end|>"
 
 
 def test_prompt_and_answer_tokens_join_to_the_rendered_conversation() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from domino_kit.eval.check import CheckOptions, run_check
+from domino_kit.eval.check import run_check
+from domino_kit.eval.options import CheckOptions
 from domino_kit.interop import export_draft, import_draft
 from tests.serving import Pair, trained_pair
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from domino_kit.commands.measuring import eval_acceptance
 from domino_kit.eval.engine import Level, sweep, without_draft
 from domino_kit.eval.lengths import length_rows
 from domino_kit.eval.report import disagreements
@@ -145,8 +147,9 @@ def test_a_url_without_a_server_is_one_line(tmp_path: Path, url: str) -> None:
 
 
 def test_concurrency_must_be_a_list_of_numbers() -> None:
-    result = domino("eval-acceptance", "--draft", "x", "--prompts", "y", "--concurrency", "1,zero")
-    assert result.returncode == 2
+    words = ["--draft", ".", "--prompts", "y", "--concurrency", "1,zero"]
+    result = CliRunner().invoke(eval_acceptance, words)
+    assert result.exit_code == 2
     assert "1,zero" in result.stderr
 
 

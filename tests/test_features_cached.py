@@ -258,6 +258,53 @@ def test_more_rows_add_to_what_is_there(target_folder: Path, tmp_path: Path) -> 
     opening(target_folder, tmp_path, output)()
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_shorter_run_leaves_nothing_of_a_longer_one(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    small_shards(monkeypatch)
+    output = prepare(target_folder, tmp_path)
+    if not finished:
+        (output / "index.json").unlink()
+        damage_end(output / "features-00003.safetensors")
+        (output / ".features-00004.safetensors.new").write_bytes(b"half")
+    prepare(target_folder, tmp_path, "data.max_rows=4")
+    left = {file.name: file.read_bytes() for file in output.iterdir()}
+    assert sorted(left) == [
+        "features-00000.safetensors",
+        "features-00001.safetensors",
+        "index.json",
+    ]
+    output.rename(tmp_path / "shortened")
+    fresh = prepare(target_folder, tmp_path, "data.max_rows=4")
+    assert {file.name: file.read_bytes() for file in fresh.iterdir()} == left
+
+
+def test_what_is_left_of_other_features_is_not_removed(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+    output = prepare(target_folder, tmp_path)
+    for name in ("index.json", "features-00000.safetensors", "features-00001.safetensors"):
+        (output / name).unlink()
+    before = sorted(output.iterdir())
+    words = ["data.max_rows=4", "draft.target_layer_ids=[1,2]"]
+    with pytest.raises(ValueError, match=r"features-0000[23].* layer_ids \[0, 2\]"):
+        prepare(target_folder, tmp_path, *words)
+    assert sorted(output.iterdir()) == before
+
+
+def test_room_is_made_by_what_an_earlier_run_left(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+    output = prepare(target_folder, tmp_path)
+    (output / "features-00000.safetensors").unlink()
+    Usage = namedtuple("Usage", "total used free")
+    monkeypatch.setattr(prepare_features.shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    prepare(target_folder, tmp_path, "data.max_rows=2")
+
+
 def test_a_killed_preparation_goes_on_where_it_was(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

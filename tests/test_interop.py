@@ -497,7 +497,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_the_command_offers_all_formats() -> None:
-    from domino_kit.cli import export_command
+    from domino_kit.commands.converting import export_command
 
     (option,) = [each for each in export_command.params if each.name == "form"]
     assert tuple(option.type.choices) == FORMATS

@@ -1,6 +1,8 @@
 """`domino prepare` in this process: rows, resuming, what is dropped, and what is refused."""
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,15 @@ import torch
 
 from domino_kit.chat_template import encode_row, prompt_ids
 from domino_kit.conversations import parse_row
-from domino_kit.decoding import generate
+from domino_kit.decoding import Sampling, generate
 from domino_kit.target import Target, load_target_model, load_tokenizer
-from domino_kit.train.prepare import PrepareOptions, run_prepare
-from domino_kit.train.prepare_output import provenance, sidecar_path
-from domino_kit.train.prepare_prompts import read_conversations
+from domino_kit.train.answers import Answer, Asking, Question
+from domino_kit.train.prepare import run_prepare
+from domino_kit.train.prepare_options import PrepareOptions
+from domino_kit.train.prepare_output import AnswerFile, provenance, sidecar_path
+from domino_kit.train.prepare_prompts import Conversation, read_conversations
+from domino_kit.train.prepare_report import Progress, Tally, notes_console
+from domino_kit.train.prepare_rows import Rows
 from tests.tiny_chat import THINKING, save_target, write_jsonl
 
 NEW = 8
@@ -272,6 +278,8 @@ def test_training_takes_its_provenance_from_beside_the_data(tmp_path: Path, targ
         ({"target": None}, "--target is missing"),
         ({"prompts": None}, "--prompts is missing"),
         ({"prompts": "none.jsonl"}, "does not exist"),
+        ({"split": "test"}, "--split is for a hub data set"),
+        ({"subset": "main"}, "--subset is for a hub data set"),
         ({"max_new_tokens": 4096}, "1 too long for the context of 512"),
     ],
 )
@@ -286,6 +294,45 @@ def test_bad_options_are_one_sentence(
         run_prepare(PrepareOptions(**{**given, **options}))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_split_and_subset_of_a_hub_data_set(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*words: Any, **named: Any) -> list[dict[str, Any]]:
+        asked.append((*words, named["split"]))
+        return [{"id": None, "prompt": "say 1", "completion": None}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    output = tmp_path / "answers.jsonl"
+    chosen: dict[str, Any] = {"prompts": "some/questions", "split": "test", "subset": "main"}
+    common: dict[str, Any] = {"max_new_tokens": NEW, "device": "cpu", "quiet": True}
+    run_prepare(PrepareOptions(output=output, target=str(target), **chosen, **common))
+    assert asked == [("some/questions", "main", "test")]
+    assert [row["id"] for row in read_rows(output)] == ["1/1"]
+    facts = json.loads(sidecar_path(output).read_text())
+    assert {name: facts[name] for name in chosen} == chosen
+
+
+def test_a_cut_answer_of_nothing_but_reasoning_is_kept(tmp_path: Path, target: Path) -> None:
+    answer = Answer({"role": "assistant", "content": "", "reasoning_content": "two"}, "length", 2)
+
+    async def ask(question: Question) -> Answer:
+        return answer
+
+    tokenizer = load_tokenizer(str(target), False)
+    asking = Asking(tokenizer, [3], Sampling(0.0, 1.0, 0), NEW, True)
+    conversation = Conversation("p", "f:1", [[user("a")]])
+    with AnswerFile(tmp_path / "a.jsonl", {}, print) as file:
+        tally = Tally(Counter(), 0)
+        rows = Rows([conversation], [file], asking, tally, 512, 0, "s", everything=True)
+        asyncio.run(rows.answer_all(ask, 1, Progress(notes_console(True), 1)))
+    (row,) = read_rows(tmp_path / "a.jsonl")
+    ids, mask = encode_row(tokenizer, parse_row(row, "f:1"), True, [3])
+    learnt = tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
+    assert learnt == "<think>\ntwo"
 
 
 def test_ready_token_ids_are_no_prompt(tmp_path: Path) -> None:

@@ -20,23 +20,6 @@ KEY_VARIABLE = "DOMINO_API_KEY"
 """Environment variable with the key of a server that asks for one."""
 
 
-def check_urls(urls: Sequence[str]) -> list[str]:
-    """The addresses without ``/v1``; raises ``ValueError`` for what is not an address."""
-    found = []
-    for given in urls:
-        try:
-            url = httpx.URL(given)
-        except httpx.InvalidURL:
-            url = httpx.URL("")
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(
-                f"--url is {given!r}, which is not the address of a server; give one such as "
-                "http://127.0.0.1:30000/v1."
-            )
-        found.append(given.rstrip("/").removesuffix("/v1"))
-    return found
-
-
 class Servers:
     """One or several equal servers, asked in turn; a request that fails is tried at the next."""
 
@@ -117,6 +100,9 @@ def by_token_ids(servers: Servers, asking: Asking) -> Ask:
             "top_k": sampling.top_k or -1,
             "stop_token_ids": asking.end_tokens,
         }
+        if not sampling.greedy:
+            # Obeyed with --enable-deterministic-inference; else the server's own seed counts.
+            settings["sampling_seed"] = question.seed
         found = await servers.post(
             "/generate", {"input_ids": question.ids, "sampling_params": settings}
         )

@@ -3,12 +3,13 @@
 import random
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from domino_kit.chat_template import encode_row
+from domino_kit.chat_template import encode_row, split_row
 from domino_kit.conversations import Row
 
 
@@ -48,11 +49,12 @@ def build_samples(
 ) -> tuple[list[Sample], Counter[str]]:
     """Encode and cut rows; returns the kept samples and why others were dropped.
 
-    Raises ``ValueError`` if no row is left.
+    An answer whose reasoning is left out of its row becomes a sample of its own. Raises
+    ``ValueError`` if no row is left.
     """
     samples: list[Sample] = []
     dropped: Counter[str] = Counter()
-    for row in rows:
+    for row in chain.from_iterable(split_row(tokenizer, row, thinking) for row in rows):
         ids, mask = encode_row(tokenizer, row, thinking, end_tokens)
         supervised = sum(mask[:max_length])
         if supervised < min_supervised:

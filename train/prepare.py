@@ -10,10 +10,9 @@ the target wrote would be learnt for the last turn only, and the earlier ones wr
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from domino_kit.decoding import Sampling
@@ -23,44 +22,16 @@ from domino_kit.train.answers_served import (
     by_chat,
     by_token_ids,
     check_rendered,
-    check_urls,
     open_servers,
 )
+from domino_kit.train.prepare_options import PrepareOptions, check_urls
 from domino_kit.train.prepare_output import AnswerFile, read_sidecar, settings_hash, write_sidecar
-from domino_kit.train.prepare_prompts import read_conversations
+from domino_kit.train.prepare_prompts import Conversation, read_conversations
 from domino_kit.train.prepare_report import Progress, Say, Tally, notes_console
 from domino_kit.train.prepare_rows import Rows
 from domino_kit.train.prepare_target import PreparedTarget, read_target
 
 SERVED_CONCURRENCY = 16
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The options of the command, under the names of its flags."""
-
-    output: Path
-    prompts: str | None = None
-    target: str | None = None
-    engine: str | None = None
-    url: tuple[str, ...] = ()
-    concurrency: int | None = None
-    max_new_tokens: int = 1024
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    thinking: bool | None = None
-    system: str | None = None
-    limit: int | None = None
-    held_out: float = 0.0
-    held_out_output: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    show_mask: int = 0
-    quiet: bool = False
-    extra: tuple[str, ...] = field(default=())
 
 
 def run_prepare(options: PrepareOptions) -> int:
@@ -72,34 +43,26 @@ def run_prepare(options: PrepareOptions) -> int:
     say = notes_console(options.quiet).print
     if options.prompts is not None:
         _answer(options, say)
-    elif not options.show_mask:
-        raise ValueError("--prompts is missing: the file or hub data set whose prompts are asked.")
     if options.show_mask:
         _show(options)
     return 0
 
 
 def _answer(options: PrepareOptions, say: Say) -> None:
-    engine = _check_options(options)
+    engine = options.answered_by
     assert options.prompts is not None and options.target is not None
-    conversations, dropped = read_conversations(
-        options.prompts, options.system, options.limit, options.held_out
-    )
-    if not conversations:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise ValueError(f"--prompts {options.prompts} holds no prompt ({reasons or 'no rows'}).")
+    conversations, dropped = _read(options, options.prompts)
     target = read_target(
         options.target, options.device, options.dtype, engine, options.trust_remote_code
     )
     settings = _settings(options, engine, target)
+    asking = Asking(
+        target.tokenizer, target.end_tokens, _sampling(options), options.max_new_tokens,
+        options.thinking,
+    )  # fmt: skip
     with ExitStack() as stack:
-        files = [stack.enter_context(AnswerFile(options.output, settings, say))]
-        if options.held_out_output is not None:
-            files.append(stack.enter_context(AnswerFile(options.held_out_output, settings, say)))
-        asking = Asking(
-            target.tokenizer, target.end_tokens, _sampling(options), options.max_new_tokens,
-            options.thinking,
-        )  # fmt: skip
+        paths = [path for path in (options.output, options.held_out_output) if path is not None]
+        files = [stack.enter_context(AnswerFile(path, settings, say)) for path in paths]
         plan, context = _plan(options, engine, target, say)
         tally = Tally(dropped, sum(map(len, files)))
         rows = Rows(
@@ -113,69 +76,40 @@ def _answer(options: PrepareOptions, say: Say) -> None:
             _ask(options, rows, target, asking, plan, say)
         else:
             _say_summary(options, rows, 1.0, say)
-        for file in files:
-            file.sort(rows.names)
-            kept = {"rows": len(file), "dropped": dict(tally.dropped)}
-            write_sidecar(file.path, {**facts, **kept})
-    if not sum(map(len, files)):
+        _finish(options, rows, facts)
+
+
+def _finish(options: PrepareOptions, rows: Rows, facts: dict[str, Any]) -> None:
+    """Put the rows into order; raises ``ValueError`` if there is none at all."""
+    tally = rows.tally
+    for file in rows.files:
+        file.sort(rows.names)
+        kept = {"rows": len(file), "dropped": dict(tally.dropped)}
+        write_sidecar(file.path, {**facts, **kept})
+    if not sum(map(len, rows.files)):
+        refusal = f"; {tally.first_refusal}" if tally.first_refusal else ""
         raise ValueError(
-            f"no prompt of {options.prompts} could be answered: "
-            f"{', '.join(f'{count} {reason}' for reason, count in tally.dropped.items())}"
-            f"{'; ' + tally.first_refusal if tally.first_refusal else ''}."
+            f"no prompt of {options.prompts} could be answered: {_counted(tally.dropped)}{refusal}."
         )
 
 
-# -- options -------------------------------------------------------------------------------------
+def _read(options: PrepareOptions, prompts: str) -> tuple[list[Conversation], Counter[str]]:
+    """The conversations to answer, at least one, and why others were dropped."""
+    conversations, dropped = read_conversations(
+        prompts, options.system, options.limit, options.held_out, options.split or "train",
+        options.subset,
+    )  # fmt: skip
+    if not conversations:
+        reasons = _counted(dropped) or "no rows"
+        raise ValueError(f"--prompts {prompts} holds no prompt ({reasons}).")
+    return conversations, dropped
 
 
-def _check_options(options: PrepareOptions) -> str:
-    """The engine; raises ``ValueError`` for options that do not go together."""
-    if options.target is None:
-        raise ValueError("--target is missing: the model whose answers are wanted.")
-    engine = options.engine or ("sglang" if options.url else "hf")
-    if options.url:
-        if engine == "hf":
-            raise ValueError("--url asks a server, so it does not go with --engine hf; use one.")
-        check_urls(options.url)
-    for word in options.extra:
-        if not word.startswith("-"):
-            if word == options.extra[0]:
-                raise ValueError(f"{word!r} is unexpected; SGLang flags are given after --.")
-            break
-    if options.extra and (engine == "hf" or options.url):
-        raise ValueError(
-            f"{options.extra[0]} after -- is for a server that this command starts, so it needs "
-            "--engine sglang and no --url."
-        )
-    if engine == "hf" and (options.concurrency or 1) > 1:
-        raise ValueError(
-            f"--concurrency is {options.concurrency}, but --engine hf answers one prompt at a time; "
-            "use --engine sglang for many at once."
-        )
-    if bool(options.held_out) != (options.held_out_output is not None):
-        raise ValueError(
-            "--held-out FRACTION and --held-out-output FILE belong together; give both."
-        )
-    _check_outputs(options)
-    return "server" if options.url else engine
+def _counted(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.items())
 
 
-def _check_outputs(options: PrepareOptions) -> None:
-    named = {"--output": options.output, "--held-out-output": options.held_out_output}
-    seen: dict[Path, str] = {}
-    if options.prompts is not None and Path(options.prompts).expanduser().exists():
-        seen[Path(options.prompts).expanduser().resolve()] = "--prompts"
-    for flag, path in named.items():
-        if path is None:
-            continue
-        if path.suffix != ".jsonl":
-            raise ValueError(
-                f"{flag} is {path}; its name must end in .jsonl, by which domino train knows it."
-            )
-        place = path.resolve()
-        if place in seen:
-            raise ValueError(f"{flag} and {seen[place]} are the same file {path}; give two files.")
-        seen[place] = flag
+# -- settings -----------------------------------------------------------------------------------
 
 
 def _sampling(options: PrepareOptions) -> Sampling:
@@ -211,6 +145,8 @@ def _facts(
         "made_by": f"domino prepare {__version__}",
         "target": target.name,
         "prompts": options.prompts,
+        "split": options.split,
+        "subset": options.subset,
         "engine": engine,
         "settings": settings,
         "settings_hash": settings_hash(settings),
@@ -234,6 +170,7 @@ def _plan(
     plan = plan_plain(
         options.target or "", options.device, target.dtype, options.extra, os.environ,
         trust_remote_code=options.trust_remote_code,
+        seed=None if _sampling(options).greedy else options.seed,
     )  # fmt: skip
     for note in plan.notes:
         say(f"warning: {note}")
@@ -247,7 +184,10 @@ def _ask(
     if rows.tally.earlier:
         say(f"going on: {rows.tally.earlier} answers are there already, {rows.missing} to come")
     if not asking.sampling.greedy and (plan is not None or options.url):
-        say("note: a server samples anew each time; with another run, other answers are drawn")
+        say(
+            "note: what a server samples depends, beside the seed, on what it answers at the same "
+            "time; another run may draw other answers"
+        )
     concurrency = options.concurrency or (SERVED_CONCURRENCY if plan or options.url else 1)
     console = notes_console(options.quiet)
     progress = Progress(console, rows.missing)

@@ -61,8 +61,9 @@ def run_prepare_features(
     """Write the features of all training and validation rows below ``output``; exit status 0.
 
     ``engine`` (default: the recipe's, or hf) computes them; ``hidden`` (default: if the recipe has
-    regression steps) keeps last hidden rows too. Shards that are whole are kept. Raises
-    ``ValueError`` if the folder holds other features or the disk is too small.
+    regression steps) keeps last hidden rows too. Shards that are whole are kept; those that an
+    earlier run with more rows left behind are removed. Raises ``ValueError`` if the folder holds
+    other features or the disk is too small.
     """
     recipe = _with_engine(read_recipe(path, overrides), engine)
     if recipe.train.threads is not None:
@@ -81,9 +82,14 @@ def run_prepare_features(
     console = Console(stderr=True, quiet=quiet, markup=False, highlight=False)
     done = {shard.name: whole_shard(output / shard.name, shard, facts, source) for shard in shards}
     left = [shard for shard in shards if done[shard.name] is None]
-    _check_space(output, shards, left, facts, console)
-    if left:
+    surplus = surplus_files(output, shards, facts, source)
+    _check_space(output, shards, left, surplus, facts, console)
+    if left or surplus:
         (output / CACHE_INDEX).unlink(missing_ok=True)  # nobody may read what is being written
+    for file in surplus:
+        console.print(f"removed {file}, which an earlier run left")
+        file.unlink()
+    if left:
         with row_encoder(run, needs_hidden=hidden) as encode:
             for place, shard in enumerate(left):
                 done[shard.name] = write_shard(output, shard, facts, source, encode)
@@ -148,39 +154,65 @@ def whole_shard(
 
     Raises ``ValueError`` if it holds features of something else.
     """
-    if not file.exists():
+    found = _stored_header(file)
+    if found is None:
         return None
-    try:
-        with safe_open(file, framework="pt") as reader:
-            said = json.loads((reader.metadata() or {})["domino_kit"])
-        rows = [StoredRow.model_validate(row) for row in said["rows"]]
-        found = FeatureIndex(
-            toolkit_version="", source=said["source"], facts=said["facts"], shards={}, rows=rows
-        )
-    except (SafetensorError, OSError, ValueError, KeyError):
-        return None  # torn: nothing in it can be used
     _check_same(file, found, facts, source)
-    if [row.tokens for row in rows] != [tokens for tokens, _ in shard.rows]:
+    if [row.tokens for row in found.rows] != [tokens for tokens, _ in shard.rows]:
         return None
-    for row in rows:
+    for row in found.rows:
         try:
             features, kept = read_stored(file, row.tokens, hidden=facts.hidden)
         except ValueError:
             return None
         if checksum([features] if kept is None else [features, kept]) != row.checksum:
             return None
-    return rows
+    return found.rows
+
+
+def surplus_files(
+    output: Path, shards: list[Shard], facts: FeatureFacts, source: str
+) -> list[Path]:
+    """Shards of an earlier run that had more of them, whole or torn, and what it was writing.
+
+    Raises ``ValueError`` if one holds features of something else, which is not ours to remove.
+    """
+    planned = {shard.name for shard in shards}
+    found = [file for file in output.glob("features-*.safetensors") if file.name not in planned]
+    for file in found:
+        stored = _stored_header(file)
+        if stored is not None:
+            _check_same(file, stored, facts, source)
+    return sorted([*found, *output.glob(".features-*.safetensors.new")])
+
+
+def _stored_header(file: Path) -> FeatureIndex | None:
+    """What a shard says that it holds, ``None`` if there is none or it is torn."""
+    try:
+        with safe_open(file, framework="pt") as reader:
+            said = json.loads((reader.metadata() or {})["domino_kit"])
+        return FeatureIndex(
+            toolkit_version="", source=said["source"], facts=said["facts"], shards={},
+            rows=said["rows"],
+        )  # fmt: skip
+    except (SafetensorError, OSError, ValueError, KeyError):
+        return None
 
 
 def _check_space(
-    output: Path, shards: list[Shard], left: list[Shard], facts: FeatureFacts, console: Console
+    output: Path,
+    shards: list[Shard],
+    left: list[Shard],
+    surplus: list[Path],
+    facts: FeatureFacts,
+    console: Console,
 ) -> None:
     """Say what will be written, and raise ``ValueError`` if the disk has no room for it."""
     size = sum(shard.size(facts) for shard in left)
     existing = output.absolute()
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free + sum(file.stat().st_size for file in surplus)
     rows = sum(len(shard.rows) for shard in shards)
     kept = (
         f" ({len(shards) - len(left)} of {len(shards)} shards are there)" if left != shards else ""

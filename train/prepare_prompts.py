@@ -29,18 +29,24 @@ class Conversation:
 
 
 def read_conversations(
-    source: str, system: str | None, limit: int | None, held_out: float
+    source: str,
+    system: str | None,
+    limit: int | None,
+    held_out: float,
+    split: str = "train",
+    subset: str | None = None,
 ) -> tuple[list[Conversation], Counter[str]]:
     """The conversations of a file or hub data set, and why others were dropped.
 
     ``system`` is for conversations without a system turn of their own; ``limit`` counts what is
-    kept. Raises ``ValueError`` naming file, line and field for what is not a conversation.
+    kept; ``split`` and ``subset`` are of a hub data set. Raises ``ValueError`` naming file, line and
+    field for what is not a conversation.
     """
     found: list[Conversation] = []
     dropped: Counter[str] = Counter()
     names: set[str] = set()
     prompts: set[str] = set()
-    for number, (where, record) in enumerate(read_records(source), start=1):
+    for number, (where, record) in enumerate(read_records(source, split, subset), start=1):
         if limit is not None and len(found) == limit:
             break
         rounds, tools, cut = _rounds(record, where, system)

@@ -159,7 +159,8 @@ class Rows:
             self.tally.first_refusal = self.tally.first_refusal or str(error)
             return "engine error", None
         message = answer.message
-        if not (message["content"].strip() or message.get("tool_calls")):
+        in_reasoning = answer.finish == "length" and message.get("reasoning_content")
+        if not (message["content"].strip() or message.get("tool_calls") or in_reasoning):
             return "empty answer", None
         row = answer_row(
             conversation.answer_id(place), [*messages, message], answer.finish, self._settings,

@@ -96,6 +96,7 @@ class DataSection(Section):
     train: str = Field(description="JSONL or parquet file, or a hub data set's name")
     validation: str | None = Field(None, description="same, held out; default: none")
     split: str = Field("train", description="split, for a hub data set")
+    subset: str | None = Field(None, description="subset (configuration) of a hub data set")
     max_length: int = Field(3072, gt=1, description="tokens a row; longer rows are cut")
     max_rows: int | None = Field(None, gt=0, description="use only the first rows")
     min_supervised: int = Field(2, gt=0, description="drop rows with fewer supervised tokens")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from domino_kit.chat_template import check_template_tokens
-from domino_kit.checkpoint import resolve_folder
-from domino_kit.config import DraftConfig
+from domino_kit.config import DraftConfig, resolve_folder
 from domino_kit.contract import PROMPT_FACTS, check_allowed
 from domino_kit.conversations import read_rows
 from domino_kit.manifest import TargetIdentity, target_identity
@@ -86,12 +85,12 @@ def build_run(recipe: Recipe, allow: Sequence[str] = ()) -> Run:
     sentence for whatever in the recipe, data or target is wrong.
     """
     device = choose_device(recipe.target.device)
-    rows = read_rows(recipe.data.train, recipe.data.split, recipe.data.max_rows)
+    data = recipe.data
+    rows = read_rows(data.train, data.split, data.max_rows, data.subset)
     held_out = []
-    if recipe.data.validation is not None:
-        held_out = read_rows(
-            recipe.data.validation, recipe.data.split, recipe.output.validation_rows
-        )
+    if data.validation is not None:
+        limit = recipe.output.validation_rows
+        held_out = read_rows(data.validation, data.split, limit, data.subset)
     tokenizer = load_tokenizer(recipe.target.name, recipe.target.trust_remote_code)
     target, target_config, end_tokens = open_target(recipe, tokenizer, device)
     config, source = build_config(recipe, target, tokenizer, end_tokens)

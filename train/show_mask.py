@@ -3,7 +3,7 @@
 from itertools import groupby, islice
 from typing import Any
 
-from domino_kit.chat_template import encode_row
+from domino_kit.chat_template import encode_row, split_row
 from domino_kit.conversations import parse_row, read_records
 
 MARKS = ("⟦", "⟧")
@@ -30,9 +30,9 @@ def shown_rows(
     """
     found = []
     for where, record in islice(read_records(data), count):
-        row = parse_row(record, where)
-        ids, mask = encode_row(tokenizer, row, thinking, end_tokens)
-        cut = ", cut at the limit" if row.cut else ""
-        heading = f"--- {row.row_id}: {sum(mask)} of {len(ids)} tokens are learnt{cut}"
-        found.append(f"{heading}\n{marked(tokenizer, ids, mask)}")
+        for row in split_row(tokenizer, parse_row(record, where), thinking):
+            ids, mask = encode_row(tokenizer, row, thinking, end_tokens)
+            cut = ", cut at the limit" if row.cut else ""
+            heading = f"--- {row.row_id}: {sum(mask)} of {len(ids)} tokens are learnt{cut}"
+            found.append(f"{heading}\n{marked(tokenizer, ids, mask)}")
     return found

@@ -1,0 +1,1 @@
+"""The commands of `domino`, a module for each kind of work."""
