@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-RECIPE_FOLDER = Path(__file__).resolve().parent / "train" / "recipes"
 DEFAULT_LENGTHS = "powers of two"
 
 
@@ -24,7 +23,10 @@ class RecipeCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Add every option of the recipe with its default."""
         from domino_kit.train.recipe import describe_options
+        from domino_kit.train.recipe_files import bundled_names, preset_names
 
+        formatter.write(f"\nBundled recipes: {', '.join(bundled_names())}; each also with ")
+        formatter.write(f"-{', -'.join(preset_names())} behind (docs/recipes.md).\n")
         formatter.write("\nRecipe options (in the YAML file, or as section.key=value):\n\n")
         formatter.write(describe_options())
 
@@ -55,21 +57,21 @@ def train(
 
     Exit status: 0; 1 if a checkpoint is not what was trained; 2 on bad input; 130 if interrupted.
     """
-    path, changes = _recipe_path(recipe, overrides)
+    source, changes = _recipe_and_changes(recipe, overrides)
     if nproc_per_node > 1:
         if options["dry_run"]:
             raise ValueError("--dry-run tries one process; leave --nproc-per-node out.")
         from domino_kit.train.launch import launch
         from domino_kit.train.recipe import read_recipe
 
-        read_recipe(path, changes)  # a mistake is better said once than by every process
+        read_recipe(source, changes)  # a mistake is better said once than by every process
         raise SystemExit(launch(nproc_per_node, _without_count(sys.argv[2:])))
     from domino_kit.train.processes import joined_processes
     from domino_kit.train.run import run_training
 
     def run() -> int:
         with joined_processes() as processes:
-            finished = run_training(path, changes, command=sys.argv, processes=processes, **options)
+            finished = run_training(source, changes, command=sys.argv, processes=processes, **options)
         return 0 if finished else 130
 
     raise SystemExit(_status(run))
@@ -106,25 +108,19 @@ def prepare_features(
     """
     from domino_kit.train.prepare_features import run_prepare_features
 
-    path, changes = _recipe_path(recipe, overrides)
-    raise SystemExit(_status(lambda: run_prepare_features(path, changes, output, **options)))
+    source, changes = _recipe_and_changes(recipe, overrides)
+    raise SystemExit(_status(lambda: run_prepare_features(source, changes, output, **options)))
 
 
-def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe's file: a path, or a bundled name; without one, everything is an override."""
+def _recipe_and_changes(recipe: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """A recipe's file or name, and the overrides; without one, everything is an override."""
     if recipe is None:
         raise ValueError(
             "give a recipe, for example: domino train recipe.yaml output.folder=runs/a"
         )
     if "=" in recipe:
         return None, [recipe, *overrides]
-    bundled = RECIPE_FOLDER / f"{recipe}.yaml"
-    if not Path(recipe).exists() and bundled.exists():
-        return bundled, list(overrides)
-    if not Path(recipe).exists():
-        names = ", ".join(sorted(file.stem for file in RECIPE_FOLDER.glob("*.yaml")))
-        raise ValueError(f"recipe {recipe!r} does not exist; bundled recipes are {names}.")
-    return Path(recipe), list(overrides)
+    return recipe, list(overrides)
 
 
 def _whole_numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from domino_kit.train.setup import Run, build_run
 
 
 def run_training(
-    path: Path | None,
+    source: Path | str | None,
     overrides: list[str],
     *,
     dry_run: bool,
@@ -36,7 +36,7 @@ def run_training(
     ``ParityError`` if a checkpoint does not do what the training graph does.
     """
     here = processes or Processes()
-    recipe = read_recipe(path, overrides)
+    recipe = read_recipe(source, overrides)
     if dry_run:
         folder = recipe.output.folder
         tried = folder.with_name(f"{folder.name}-dry-run")
