@@ -71,7 +71,9 @@ def train(
 
     def run() -> int:
         with joined_processes() as processes:
-            finished = run_training(source, changes, command=sys.argv, processes=processes, **options)
+            finished = run_training(
+                source, changes, command=sys.argv, processes=processes, **options
+            )
         return 0 if finished else 130
 
     raise SystemExit(_status(run))
@@ -112,7 +114,9 @@ def prepare_features(
     raise SystemExit(_status(lambda: run_prepare_features(source, changes, output, **options)))
 
 
-def _recipe_and_changes(recipe: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+def _recipe_and_changes(
+    recipe: str | None, overrides: Sequence[str]
+) -> tuple[str | None, list[str]]:
     """A recipe's file or name, and the overrides; without one, everything is an override."""
     if recipe is None:
         raise ValueError(

@@ -49,7 +49,7 @@ class Shard:
 
 
 def run_prepare_features(
-    source: Path | str | None,
+    recipe_source: Path | str | None,
     overrides: list[str],
     output: Path,
     *,
@@ -64,7 +64,7 @@ def run_prepare_features(
     regression steps) keeps last hidden rows too. Shards that are whole are kept. Raises
     ``ValueError`` if the folder holds other features or the disk is too small.
     """
-    recipe = _with_engine(read_recipe(source, overrides), engine)
+    recipe = _with_engine(read_recipe(recipe_source, overrides), engine)
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)  # as in training: other sums round differently
     if hidden is None:

@@ -28,7 +28,8 @@ def find_recipe(source: Path | str, beside: Path | None = None) -> list[Path]:
     for place in (beside or Path(), Path()):
         if (place / source).is_file():
             return [place / source]
-    parts, presets = str(source).split("-"), []
+    parts = str(source).split("-")
+    presets: list[Path] = []
     while len(parts) > 1 and (PRESETS / f"{parts[-1]}.yaml").is_file():
         presets.insert(0, PRESETS / f"{parts.pop()}.yaml")
     file = FOLDER / f"{'-'.join(parts)}.yaml"

@@ -184,15 +184,9 @@ def _sizes(draft: DraftSection, text: Any) -> dict[str, int]:
     hidden = int(text.hidden_size)
     heads = draft.num_attention_heads or int(text.num_attention_heads)
     own_head_dim = getattr(text, "head_dim", None) or hidden // int(text.num_attention_heads)
-    inner = draft.intermediate_size or getattr(text, "intermediate_size", None)
-    if inner is None:
-        raise ValueError(
-            f"the target ({text.model_type}) has no dense MLP whose width a draft could take; set "
-            "draft.intermediate_size, for example to the width of its active experts together."
-        )
     return {
         "hidden_size": hidden,
-        "intermediate_size": int(inner),
+        "intermediate_size": draft.intermediate_size or int(text.intermediate_size),
         "num_attention_heads": heads,
         "num_key_value_heads": draft.num_key_value_heads or int(text.num_key_value_heads),
         "head_dim": draft.head_dim or int(own_head_dim),
