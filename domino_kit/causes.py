@@ -11,7 +11,7 @@ from domino_kit import variants
 from domino_kit.draft_contract import explain_layer_ids
 from domino_kit.modeling import DominoDraft
 from domino_kit.parity import StageResult, best_token
-from domino_kit.target import Target
+from domino_kit.target import Target, TargetEnds
 from domino_kit.trace import LOGIT_STAGES, Step
 
 MATCH = 2e-3
@@ -30,7 +30,7 @@ class Case:
     found: Step
     wanted: Step
     model: DominoDraft
-    target: Target
+    target: TargetEnds
     prompt_tokens: int
     place: int | None
     cached_prefix: int = 0
@@ -40,7 +40,7 @@ class Case:
         cls,
         result: StageResult,
         model: DominoDraft,
-        target: Target,
+        target: TargetEnds,
         prompt_tokens: int,
         cached_prefix: int = 0,
     ) -> "Case":
@@ -157,6 +157,7 @@ def _text(case: Case) -> tuple[str, str]:
 
 def _features(case: Case) -> tuple[str, str] | None:
     found, _ = case.pair
+    assert isinstance(case.target, Target), "features of two paths differ only where it is run"
     ids, normed = variants.identify_layers(case.target, case.wanted, found, matches)
     wanted = list(case.model.config.target_layer_ids)
     if normed:

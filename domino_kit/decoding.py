@@ -15,7 +15,7 @@ from domino_kit import alignment
 from domino_kit.acceptance import max_proposals
 from domino_kit.kv_cache import DraftCache, SlotCache
 from domino_kit.modeling import DominoDraft
-from domino_kit.target import Target, TargetPass
+from domino_kit.target import Target, TargetEnds, TargetPass
 from domino_kit.trace import Record, context_record, pick
 
 
@@ -105,7 +105,7 @@ def check_num_proposals(model: DominoDraft, num_proposals: int | None) -> int:
     return num_proposals
 
 
-def check_pair(model: DominoDraft, target: Target) -> None:
+def check_pair(model: DominoDraft, target: TargetEnds) -> None:
     """Raise ``ValueError`` unless the target captures just the layers that the draft reads."""
     if target.layer_ids != list(model.config.target_layer_ids):
         raise ValueError(
@@ -116,7 +116,7 @@ def check_pair(model: DominoDraft, target: Target) -> None:
 
 def rollout(
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     hidden: Tensor,
     anchor_tokens: Tensor,
     num_proposals: int,
@@ -166,7 +166,7 @@ def rollout(
 
 def draft(
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     anchor_tokens: Tensor,
     anchors: Tensor,
     cache: DraftCache,

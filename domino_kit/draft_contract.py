@@ -65,6 +65,8 @@ def _read_manifest(contract: Contract, folder: Path) -> Manifest | None:
             contract.could_not("gate", "the check was not run on this checkpoint")
         else:
             contract.looked_at("gate")
+            if manifest.gate_lacks is not None:
+                contract.could_not("gate", manifest.gate_lacks)
             if manifest.gate != "passed":
                 contract.error(
                     "gate", f"{folder} did not pass training's own check; {manifest.gate}"

@@ -54,7 +54,7 @@ class Manifest(BaseModel):
     each tensor of the draft, ``weight_hashes`` the hash of all its values and ``weight_sums`` its
     sums, which do not depend on an order;
     ``allowed`` the facts whose difference was accepted knowingly; ``gate`` whether training's own
-    check passed.
+    check passed, ``gate_lacks`` what that check could not compare.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -84,6 +84,7 @@ class Manifest(BaseModel):
     weight_sums: dict[str, list[float]] = {}
     allowed: list[str] = []
     gate: str | None = None
+    gate_lacks: str | None = None
 
 
 def library_versions() -> dict[str, str]:
@@ -109,7 +110,7 @@ def git_commit() -> str | None:
 
 
 def config_facts(text_config: Any) -> dict[str, Any]:
-    """The fields of a transformers text config that say what the model computes."""
+    """The fields of a target's text config that say what the model computes."""
     return {key: value for key, value in text_config.to_dict().items() if key not in VOLATILE}
 
 
@@ -120,7 +121,7 @@ def template_hash(tokenizer: Any) -> str | None:
 
 
 def matrix_hashes(target: Any) -> dict[str, str]:
-    """Hashes of a loaded target's ``embedding`` and output ``head``, all values."""
+    """Hashes of a target's ``embedding`` and output ``head``, all values."""
     return {
         "embedding": tensor_hash(target.embedding.weight),
         "head": tensor_hash(target.head.weight),
@@ -130,7 +131,7 @@ def matrix_hashes(target: Any) -> dict[str, str]:
 def target_identity(
     name: str, target: Any, tokenizer: Any, thinking: bool | None
 ) -> TargetIdentity:
-    """Identify a loaded :class:`~domino_kit.target.Target` and its tokenizer."""
+    """Identify a target by its :class:`~domino_kit.target.TargetEnds`, files and tokenizer."""
     config = config_facts(target.text_config)
     hashes = matrix_hashes(target)
     folder = model_folder(name)

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from domino_kit.acceptance import leading_run
 from domino_kit.decoding import Answer, generate
 from domino_kit.modeling import DominoDraft
 from domino_kit.replay import propose_at
-from domino_kit.target import Target
+from domino_kit.target import Target, TargetEnds
 from domino_kit.trace import Record, Step, assemble, context_record, pick
 
 
@@ -37,9 +38,23 @@ def replay_steps(
 ) -> list[Step]:
     """Replay's steps at chosen ``anchors`` (positions, increasing) of a known greedy answer."""
     text = [*prompt, *answer]
+    tokens = torch.tensor([text], device=target.device)
+    features = target.encode(tokens, torch.ones_like(tokens)).features
+    return feature_steps(target, model, name, text, features, anchors)
+
+
+@torch.no_grad()
+def feature_steps(
+    target: TargetEnds,
+    model: DominoDraft,
+    name: str,
+    text: list[int],
+    features: Tensor,
+    anchors: Sequence[int],
+) -> list[Step]:
+    """:func:`replay_steps` of a text whose ``features [1, S, layers*D]`` are known."""
     tokens = torch.tensor(text, device=target.device)
     positions = torch.arange(len(text), device=target.device)[None]
-    features = target.encode(tokens[None], torch.ones_like(positions)).features
     whole: Record = {}
     context = model.context_kv(features, positions, whole)
     whole |= context_record(context)

@@ -14,7 +14,7 @@ from domino_kit import alignment
 from domino_kit.acceptance import chain_walk
 from domino_kit.decoding import check_num_proposals, check_pair, rollout
 from domino_kit.modeling import DominoDraft, KeyValue
-from domino_kit.target import Target
+from domino_kit.target import Target, TargetEnds
 from domino_kit.trace import Record
 
 
@@ -44,13 +44,32 @@ def replay(
     for start in range(0, len(texts), batch_size):
         part = texts[start : start + batch_size]
         features = _features(target, part)
-        for row, text in enumerate(part):
-            length = len(text.prompt) + len(text.answer)
-            proposals = propose_everywhere(
-                target, model, features[row : row + 1, :length], text, n, use_head, chunk_anchors
+        runs += [
+            replay_features(
+                target, model, text, features[row : row + 1],
+                num_proposals=n, use_head=use_head, chunk_anchors=chunk_anchors,
             )
-            runs.append(chain_walk(proposals.tolist(), text.answer))
+            for row, text in enumerate(part)
+        ]  # fmt: skip
     return runs
+
+
+@torch.no_grad()
+def replay_features(
+    target: TargetEnds,
+    model: DominoDraft,
+    text: KnownAnswer,
+    features: Tensor,
+    *,
+    num_proposals: int | None = None,
+    use_head: bool = True,
+    chunk_anchors: int = 64,
+) -> list[int]:
+    """Accepted runs of one text whose ``features [1, S, layers*D]`` are known; later rows are left."""
+    n = check_num_proposals(model, num_proposals)
+    own = features[:, : len(text.prompt) + len(text.answer)]
+    proposals = propose_everywhere(target, model, own, text, n, use_head, chunk_anchors)
+    return chain_walk(proposals.tolist(), text.answer)
 
 
 def _features(target: Target, texts: list[KnownAnswer]) -> Tensor:
@@ -61,7 +80,7 @@ def _features(target: Target, texts: list[KnownAnswer]) -> Tensor:
 
 
 def propose_everywhere(
-    target: Target,
+    target: TargetEnds,
     model: DominoDraft,
     features: Tensor,
     text: KnownAnswer,
@@ -87,7 +106,7 @@ def propose_everywhere(
 
 
 def propose_at(
-    target: Target,
+    target: TargetEnds,
     model: DominoDraft,
     context: list[KeyValue],
     tokens: Tensor,

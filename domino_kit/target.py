@@ -1,10 +1,10 @@
 """The frozen target model: its embedding, its output head and the features a draft reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,58 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None, 0, 0.0),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
+    "lm_head_multiplier": (None, 1, 1.0),
+    "output_multiplier_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
+    "embedding_multiplier_scale": (None, 1, 1.0),
+    "scale_emb": (None, 1, 1.0),
+    "scale_embedding": (None, False),
 }
+
+
+class TargetEnds(Protocol):
+    """What a draft reads of its target, which is its two ends, and facts.
+
+    A whole :class:`Target` is one; :class:`~domino_kit.target_ends.StoredEnds` holds nothing else.
+    """
+
+    @property
+    def embedding(self) -> Any:
+        """The input embedding, with a ``weight [V, D]``."""
+
+    @property
+    def head(self) -> Any:
+        """The output head, with a ``weight [V, D]`` and no bias."""
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the language model, fields as attributes."""
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """The layers whose outputs are the features."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding lives."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights in process."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Raw embeddings ``[..., D]``."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output logits ``[..., V]`` of normed hidden rows."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +99,36 @@ def default_layer_ids(num_target_layers: int, count: int) -> list[int]:
     return ids
 
 
+def check_scaling(text_config: Any) -> None:
+    """Raise ``ValueError`` if a target's config scales embeddings or logits."""
+    for name, neutral in NEUTRAL_FIELDS.items():
+        value = getattr(text_config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"the target's config has {name}={value}; targets that scale embeddings or "
+                "logits are not supported."
+            )
+
+
+def check_layer_ids(layer_ids: Sequence[int], count: int, allow_last_layer: bool) -> list[int]:
+    """The layers to read of a target of ``count`` layers; ``ValueError`` if they cannot be."""
+    if len(set(layer_ids)) != len(layer_ids) or not layer_ids:
+        raise ValueError(f"target_layer_ids {layer_ids} must be distinct and not empty.")
+    outside = [i for i in layer_ids if not 0 <= i < count]
+    if outside:
+        raise ValueError(
+            f"target_layer_ids {outside} are out of range: the target has {count} layers, "
+            f"0 to {count - 1}."
+        )
+    if count - 1 in layer_ids and not allow_last_layer:
+        raise ValueError(
+            f"target_layer_ids {layer_ids} includes the last layer {count - 1}, whose feature "
+            "tools define differently (before or after the final norm). Choose an earlier one, "
+            "or set draft.allow_last_layer=true to take it before the norm, as SGLang does."
+        )
+    return list(layer_ids)
+
+
 class Target:
     """A Hugging Face causal language model in evaluation mode, without gradients.
 
@@ -72,41 +152,17 @@ class Target:
                 "output head; a target must be a decoder-only causal language model."
             )
         self.layers: list[nn.Module] = list(layers)
-        self._check_scaling()
-        self.layer_ids = self._check_layer_ids(layer_ids, allow_last_layer)
+        check_scaling(self.text_config)
+        self._check_ends()
+        self.layer_ids = check_layer_ids(layer_ids, len(self.layers), allow_last_layer)
 
-    def _check_scaling(self) -> None:
-        for name, neutral in NEUTRAL_FIELDS.items():
-            value = getattr(self.text_config, name, None)
-            if value not in neutral:
-                raise ValueError(
-                    f"the target's config has {name}={value}; targets that scale embeddings or "
-                    "logits are not supported."
-                )
+    def _check_ends(self) -> None:
         if getattr(self.embedding, "embed_scale", None) is not None and (
             self.text_config.model_type == "gemma"
         ):
             raise ValueError("the target's embedding scales its rows, which is not supported.")
         if getattr(self.head, "bias", None) is not None:
             raise ValueError("the target's output head has a bias, which no draft format carries.")
-
-    def _check_layer_ids(self, layer_ids: list[int], allow_last_layer: bool) -> list[int]:
-        count = len(self.layers)
-        if len(set(layer_ids)) != len(layer_ids) or not layer_ids:
-            raise ValueError(f"target_layer_ids {layer_ids} must be distinct and not empty.")
-        outside = [i for i in layer_ids if not 0 <= i < count]
-        if outside:
-            raise ValueError(
-                f"target_layer_ids {outside} are out of range: the target has {count} layers, "
-                f"0 to {count - 1}."
-            )
-        if count - 1 in layer_ids and not allow_last_layer:
-            raise ValueError(
-                f"target_layer_ids {layer_ids} includes the last layer {count - 1}, whose feature "
-                "tools define differently (before or after the final norm). Choose an earlier one, "
-                "or set draft.allow_last_layer=true to take it before the norm, as SGLang does."
-            )
-        return list(layer_ids)
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -124,6 +180,11 @@ class Target:
     def device(self) -> torch.device:
         """Where the embedding lives."""
         return self.embedding.weight.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights."""
+        return sum(each.numel() * each.element_size() for each in self.model.parameters())
 
     # -- the two ends of the model ---------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from domino_kit.manifest import (
     config_facts,
     template_hash,
 )
-from domino_kit.target import check_model_folder, end_tokens_of, load_tokenizer
+from domino_kit.target import load_tokenizer
+from domino_kit.target_config import read_end_tokens, read_target_config
 
 RECORDED_PROMPTS = 5
 """The most common system prompts of the training rows are kept in the manifest."""
@@ -37,8 +38,8 @@ SIZES = {
 class TargetFiles:
     """What is known of a target without loading its weights.
 
-    ``text_config`` is transformers' config object; ``tokenizer`` is ``None`` (and
-    ``no_tokenizer`` says why) if it cannot be read.
+    ``text_config`` is an object as :mod:`~domino_kit.target_config` reads it; ``tokenizer`` is
+    ``None`` (and ``no_tokenizer`` says why) if it cannot be read.
     """
 
     name: str
@@ -52,14 +53,7 @@ class TargetFiles:
 
 def read_target_files(name: str, trust_remote_code: bool) -> TargetFiles:
     """Config and tokenizer of a target; raises ``ValueError`` in one sentence without a config."""
-    from transformers import AutoConfig
-
-    check_model_folder(name)
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"target {name!r} cannot be read: {first}") from None
+    config = read_target_config(name, trust_remote_code)
     return target_files(name, config, *read_tokenizer(name, trust_remote_code))
 
 
@@ -73,19 +67,10 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 def target_files(name: str, config: Any, tokenizer: Any, no_tokenizer: str = "") -> TargetFiles:
     """The same from a config and a tokenizer that are loaded already."""
-    ends = [] if tokenizer is None else end_tokens_of(_generation_config(name), tokenizer)
+    ends = [] if tokenizer is None else read_end_tokens(name, config, tokenizer)
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
     return TargetFiles(name, model_folder(name), text, tied, tokenizer, no_tokenizer, ends)
-
-
-def _generation_config(name: str) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:
-        return None
 
 
 def compare_files(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from domino_kit import alignment
 from domino_kit.modeling import DominoDraft, KeyValue, rotate
-from domino_kit.target import Target
+from domino_kit.target import Target, TargetEnds
 from domino_kit.trace import Step
 
 Variant = tuple[str, str, Tensor]
@@ -54,7 +54,7 @@ def features(wanted: Step) -> Iterator[Variant]:
     yield "positions", "each position has its successor's feature", torch.cat([right[1:], gap])
 
 
-def sliding_window(target: Target) -> int | None:
+def sliding_window(target: TargetEnds) -> int | None:
     """The window of a target's sliding layers, if it has any."""
     window = getattr(target.text_config, "sliding_window", None)
     return int(window) if window else None
@@ -92,7 +92,7 @@ def tables_of(positions: Tensor, freqs: Tensor, head_dim: int) -> Tables:
 
 
 def rope_variants(
-    model: DominoDraft, target: Target, positions: Tensor
+    model: DominoDraft, target: TargetEnds, positions: Tensor
 ) -> Iterator[tuple[str, str, Tables]]:
     """Rotary tables as known faults make them."""
     config = model.config
@@ -123,13 +123,13 @@ def rope_variants(
         yield "positions", said, tables_of(positions + shift, right, width)
 
 
-def _target_theta(target: Target) -> list[float]:
+def _target_theta(target: TargetEnds) -> list[float]:
     parameters = getattr(target.text_config, "rope_parameters", None) or {}
     found = parameters.get("rope_theta", getattr(target.text_config, "rope_theta", None))
     return [float(found)] if isinstance(found, int | float) else []
 
 
-def context_keys(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Variant]:
+def context_keys(model: DominoDraft, target: TargetEnds, wanted: Step) -> Iterator[Variant]:
     """Context keys ``[a, layers, kv_heads, head_dim]`` under other rotations, or without norm."""
     context = _like(model, wanted.values["context"])
     positions = torch.arange(len(context))
@@ -155,7 +155,7 @@ def _keys(model: DominoDraft, context: Tensor, tables: Tables, *, norm: bool = T
 # -- backbone ------------------------------------------------------------------------------------
 
 
-def hidden_rows(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Variant]:
+def hidden_rows(model: DominoDraft, target: TargetEnds, wanted: Step) -> Iterator[Variant]:
     """Backbone rows ``[K, D]`` under other visibility, positions, norms and depth."""
     embeds = _like(model, wanted.values["block_embeds"])[None]
     positions = wanted.values["block_positions"]
@@ -185,9 +185,10 @@ def hidden_rows(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Va
     yield "causal_block", (
         "the block is causal: its rows see only earlier rows, in training they see all"
     ), rows(inner=block.tril())  # fmt: skip
-    yield "own_anchor", (
-        "the block sees the target's feature of its own anchor, which a server does not have yet"
-    ), rows(extra=_anchor_context(model, target, wanted))  # fmt: skip
+    if isinstance(target, Target):
+        yield "own_anchor", (
+            "the block sees the target's feature of its own anchor, which a server does not have yet"
+        ), rows(extra=_anchor_context(model, target, wanted))  # fmt: skip
     yield "no_final_norm", "the final norm is not applied to the rows", rows(norm=False)
     for name, text, tables in rope_variants(model, target, positions):
         yield name, f"in the block, {text}", rows(tables=_on(model, tables))
@@ -255,7 +256,7 @@ def unnormed_rows(model: DominoDraft, wanted: Step) -> Tensor:
 # -- output heads --------------------------------------------------------------------------------
 
 
-def base_logits(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Variant]:
+def base_logits(model: DominoDraft, target: TargetEnds, wanted: Step) -> Iterator[Variant]:
     """Base logits ``[n, V]`` of other rows."""
     hidden = _like(model, wanted.values["hidden"])
     served = _served(model)
@@ -271,7 +272,7 @@ def base_logits(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Va
     yield "rows_rounded", "the rows are rounded to bfloat16 before the head", target.logits(rounded)
 
 
-def gru_states(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Variant]:
+def gru_states(model: DominoDraft, target: TargetEnds, wanted: Step) -> Iterator[Variant]:
     """GRU states ``[n, G]`` by offset, fed otherwise than with the anchor and all proposals before."""
     count = len(wanted.values["gru_states"])
     anchor = wanted.values["text"][-1:]
@@ -296,7 +297,7 @@ def gru_states(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Var
     yield "embeds_rounded", "the GRU's inputs are rounded to bfloat16", rounded[:count]
 
 
-def corrected_logits(model: DominoDraft, target: Target, wanted: Step) -> Iterator[Variant]:
+def corrected_logits(model: DominoDraft, target: TargetEnds, wanted: Step) -> Iterator[Variant]:
     """Corrected logits ``[n, V]`` from the right rows and states, put together otherwise."""
     served = _served(model)
     rows = _like(model, wanted.values["hidden"])[served]

@@ -24,6 +24,7 @@ from domino_kit.serve.server import ServerError
 from domino_kit.serve.traces import read_records
 from domino_kit.target import Target
 from domino_kit.trace import Record, Step, assemble, load_steps, spread
+from domino_kit.train.features import encode_row
 from domino_kit.train.graph import graph_steps
 
 GRAPH_STEPS = 8
@@ -77,8 +78,14 @@ def recorded_steps(folder: Path) -> tuple[list[Step], str] | None:
 def trace_recorded(traces: Traces, pair: Pair, recorded: tuple[list[Step], str]) -> None:
     """The training run's own trace, and the training graph's at the same steps now."""
     steps, dtype = recorded
-    traces.reference += [to_cpu(step) for step in graph_steps(pair.model, pair.target, steps)]
+    traces.reference += _graph(pair, steps)
     traces.add("training run", steps, tolerance_for([dtype, pair.dtype]))
+
+
+def _graph(pair: Pair, steps: Sequence[Step]) -> list[Step]:
+    """The same steps from the training graph."""
+    encode = encode_row(pair.target)
+    return [to_cpu(step) for step in graph_steps(pair.model, pair.target, encode, steps)]
 
 
 def trace_plain(
@@ -99,7 +106,7 @@ def trace_plain(
             again = replay_steps(pair.target, pair.model, name, prompt, answer.tokens, anchors)
             traces.add("replay", again, tolerance)
         traces.add("decode", chosen, tolerance)
-        traces.reference += [to_cpu(s) for s in graph_steps(pair.model, pair.target, chosen)]
+        traces.reference += _graph(pair, chosen)
         answers.append(answer)
     traces.runs["decode"] = [answer.accepted_runs for answer in answers]
     traces.answers["decode"] = [answer.tokens for answer in answers]
@@ -212,7 +219,7 @@ def _add_served(
     traces.cached[name] = int(records[0].get("cached_prefix", torch.tensor(0)))
     traces.add(path, steps, tolerance)
     right = [_whole_block(step, pair) for step in steps]
-    traces.reference += [to_cpu(step) for step in graph_steps(pair.model, pair.target, right)]
+    traces.reference += _graph(pair, right)
 
 
 def _whole_block(step: Step, pair: Pair) -> Step:

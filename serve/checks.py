@@ -103,25 +103,18 @@ def check_draft_files(folder: Path) -> None:
 # -- the target ----------------------------------------------------------------------------------
 
 
-def read_target_config(name: str, flags: Flags) -> Any:
-    """The target's config through transformers; raises ``ValueError`` in one line."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+def read_served_config(name: str, flags: Flags) -> Any:
+    """The target's config as SGLang will read it; raises ``ValueError`` in one line."""
+    from domino_kit.target_config import JsonConfig, read_target_config
 
-    from domino_kit.target import check_model_folder
-
-    check_model_folder(name)
-    try:
-        return AutoConfig.from_pretrained(
-            name,
-            revision=flags.get("--revision") or "main",
-            trust_remote_code="--trust-remote-code" in flags,
+    trust = "--trust-remote-code" in flags
+    config = read_target_config(name, trust, flags.get("--revision") or "main")
+    if isinstance(config, JsonConfig) and not trust and hasattr(config, "auto_map"):
+        raise ValueError(
+            f"target {name!r} cannot be read: its model type {config.model_type!r} needs custom "
+            "code. Allow it with: -- --trust-remote-code"
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
-        said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-        hint = " Allow it with: -- --trust-remote-code" if "custom code" in said else ""
-        raise ValueError(f"target {name!r} cannot be read: {said}{hint}") from None
+    return config
 
 
 def check_target(name: str, target: Any, config: DraftConfig, flags: Flags, device: str) -> None:

@@ -10,7 +10,7 @@ from domino_kit.serve.checks import (
     check_environment,
     check_sglang,
     context_length,
-    read_target_config,
+    read_served_config,
 )
 from domino_kit.serve.flags import (
     FOREIGN,
@@ -64,7 +64,7 @@ def plan_plain(
     _check_flags(flags)
     device = resolve_device(device)
     check_environment(environ, device)
-    config = read_target_config(target, flags)
+    config = read_served_config(target, flags)
     context = whole_number(flags, "--context-length", context_length(config.get_text_config()))
     command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", target]
     command += ["--host", HOST, "--port", "0", "--device", device, "--dtype", dtype]

@@ -16,7 +16,7 @@ from domino_kit.serve.checks import (
     check_sglang,
     check_target,
     quantized,
-    read_target_config,
+    read_served_config,
 )
 from domino_kit.serve.flags import (
     POOL_FLAG,
@@ -96,7 +96,7 @@ def plan_serve(
     check_environment(environ, device)
     block_size, flag_notes = check_flags(flags, config, device)
     target = _target_name(options, manifest)
-    target_config = read_target_config(target, flags)
+    target_config = read_served_config(target, flags)
     check_target(target, target_config, config, flags, device)
     if check_port:
         check_port_free(options.host, options.port)

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests, and strictness about skipped ones in continuous integration."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,16 @@ STRICT = ("sglang", "pretrained")
 def pytest_configure(config: pytest.Config) -> None:
     """Small models run slower on many threads, and much slower where two processes share them.
 
-    What a test starts inherits the setting, unless it sets its own.
+    What a test starts inherits the setting, unless it sets its own. It would also inherit that a
+    run in the background ignores signals, and a test's Ctrl-C would then not stop it; a handler
+    that does nothing is not inherited.
     """
+    for kind in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(kind) == signal.SIG_IGN:
+            signal.signal(kind, lambda *_: None)
     threads = 1 if hasattr(config, "workerinput") else 2
-    torch.set_num_threads(min(threads, torch.get_num_threads()))
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS counts here
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from domino_kit import alignment, modeling
 from domino_kit.modeling import DominoDraft
 from domino_kit.parity import ParityError
 from domino_kit.target import Target
+from domino_kit.train.features import FeatureSource, encode_row
 from domino_kit.train.gate import check_checkpoint
 from domino_kit.train.recipe import read_recipe
 from domino_kit.train.report import write_checkpoint
@@ -380,14 +381,15 @@ def faulty_checkpoint(pair: Pair, folder: Path, fault: TrainingFault) -> Path:
     run = build_run(pair_recipe(pair, folder, *fault.changes))
     if fault.changes:  # nothing to go on from: a head that adds something
         torch.nn.init.normal_(run.model.embed_proj[2].weight, std=0.5)
+    source = FeatureSource(encode_row(run.target), 0)
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)
         written = write_checkpoint(run, 0, ["test"], {}, 0.0)
         if fault.gated:
             with pytest.raises(ParityError, match=f"differs at {fault.stage}: "):
-                check_checkpoint(run, written)
+                check_checkpoint(run, written, source)
         else:
-            check_checkpoint(run, written)
+            check_checkpoint(run, written, source)
     return written
 
 

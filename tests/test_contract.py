@@ -156,7 +156,7 @@ def test_a_draft_without_manifest_is_checked_as_far_as_its_files_go(copy: Pair) 
 
 
 def test_a_manifest_of_an_earlier_version_is_read(copy: Pair) -> None:
-    new = ("draft", "weights", "weight_hashes", "weight_sums", "allowed", "gate")
+    new = ("draft", "weights", "weight_hashes", "weight_sums", "allowed", "gate", "gate_lacks")
 
     def strip(manifest: dict[str, Any]) -> None:
         for field in new:

@@ -7,10 +7,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from domino_kit.manifest import read_manifest
 from domino_kit.serve.features import feature_command, feature_server
 from domino_kit.serve.plugin import add_last_hidden
-from domino_kit.serve.server import ServerError
+from domino_kit.serve.server import Server, ServerError
 from domino_kit.train.cached_features import FeatureFacts, facts_of, read_index
 from domino_kit.train.dataset import Sample
 from domino_kit.train.engine_features import EngineFeatures
@@ -19,6 +21,7 @@ from domino_kit.train.features import encode_row
 from domino_kit.train.loop import train
 from domino_kit.train.prepare_features import run_prepare_features
 from domino_kit.train.recipe import read_recipe
+from domino_kit.train.run import train_run
 from domino_kit.train.setup import Run, build_run
 from tests.tiny_chat import chat_rows, save_target, write_jsonl
 
@@ -235,3 +238,31 @@ def test_a_server_of_other_weights_is_refused(served: Any) -> None:
     other = facts_of(run, hidden=True).model_copy(update={"weights_hash": "0"})
     with pytest.raises(ValueError, match="whose weights are not those of"):
         EngineFeatures(url, other, torch.device("cpu")).check_server(9)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_run_of_the_target_s_ends_starts_and_stops_a_server_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sglang")
+    whole = build(tmp_path, "llama", "whole")
+    assert train(whole, [], quiet=True) == 6
+    started: list[Server] = []
+
+    class Watched(Server):
+        def __enter__(self) -> Server:
+            started.append(super().__enter__())
+            return started[-1]
+
+    monkeypatch.setattr("domino_kit.serve.features.Server", Watched)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    run = build(tmp_path, "llama", "ends", "target.load=ends", "features.backend=sglang")
+    assert not started and run.whole_target is None and run.identity == whole.identity
+    assert train_run(run, [], quiet=True)
+    (server,) = started
+    assert server.ended(within=0)
+    for name, value in whole.model.state_dict().items():
+        assert float((run.model.state_dict()[name] - value).abs().max()) < 1e-4, name
+    manifest = read_manifest(tmp_path / "ends")
+    assert manifest is not None and manifest.gate == "passed" and manifest.gate_lacks is not None

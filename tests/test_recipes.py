@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from domino_kit.modeling import DominoDraft
+from domino_kit.target import Target
 from domino_kit.train import gate
 from domino_kit.train.memory import describe_draft
 from domino_kit.train.recipe import Recipe, read_recipe
 from domino_kit.train.recipe_files import bundled_names, load_values
 from domino_kit.train.run import run_training
-from domino_kit.train.setup import build_config
+from domino_kit.train.setup import build_config, feature_layers
 from domino_kit.train.target_facts import empty_model
 from tests.recipe_targets import HEAD_WIDTHS, WIDTHS, save_small_target, target_config
 from tests.tiny_chat import write_jsonl
@@ -94,9 +95,10 @@ def test_a_recipe_runs_dry_on_a_small_copy_of_its_target(
 
 def real_draft(recipe: Recipe) -> tuple[DominoDraft, list[int]]:
     """A draft of the real sizes on the meta device, and its feature layers."""
-    target = empty_model(target_config(recipe.target.expected))
+    model = empty_model(target_config(recipe.target.expected))
+    target = Target(model, feature_layers(recipe.draft, model.config.get_text_config()))
     tokenizer = SimpleNamespace(mask_token_id=None, pad_token_id=None)
-    config, _, _ = build_config(recipe, target, tokenizer, [])
+    config, _ = build_config(recipe, target, tokenizer, [])
     with torch.device("meta"):
         return DominoDraft(config), list(config.target_layer_ids)
 
@@ -114,7 +116,10 @@ def test_parameters_and_layers_are_those_published_and_in_the_documentation(name
     assert f"{', '.join(map(str, layers))}" in cells
     assert f"{found[0]} + {found[1]}" in cells
     plain, _ = real_draft(named(f"{name}-dflash"))
-    assert describe_draft(plain) == f"draft: {found[0]} M parameters in the backbone, 0.0 M in the head"
+    assert (
+        describe_draft(plain)
+        == f"draft: {found[0]} M parameters in the backbone, 0.0 M in the head"
+    )
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(1, [18]), (3, [1, 17, 33]), (5, [1, 9, 17, 25, 33])])
@@ -123,9 +128,9 @@ def test_fewer_layers_read_fewer_features_spread_evenly(layers: int, ids: list[i
     assert preset == named("qwen3-8b-domino", f"draft.num_layers={layers}")
     model, found = real_draft(preset)
     assert (len(model.layers), found) == (layers, ids)
-    assert real_draft(named("qwen3-8b", f"draft.num_layers={layers}", "draft.num_features=5"))[1] == (
-        [1, 9, 17, 25, 33]
-    )
+    assert real_draft(named("qwen3-8b", f"draft.num_layers={layers}", "draft.num_features=5"))[
+        1
+    ] == ([1, 9, 17, 25, 33])
 
 
 def test_presets_come_in_any_order_and_the_later_wins() -> None:

@@ -466,7 +466,7 @@ def test_target_in_the_home_folder(place: Path, monkeypatch: pytest.MonkeyPatch)
         ('{"model_type": "zzz"}', ["cannot be read", "zzz"]),
         ('{"model_type": "qwen3", "hidden_size": "x"}', ["cannot be read", "hidden_size", "'x'"]),
         (
-            '{"model_type": "zzz", "auto_map": {"AutoConfig": "code.Config"}}',
+            '{"model_type": "zzz", "hidden_size": 8, "auto_map": {"AutoConfig": "code.Config"}}',
             ["custom code", "-- --trust-remote-code"],
         ),
     ],

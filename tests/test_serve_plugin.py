@@ -259,7 +259,7 @@ def test_report_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
         "draft": {
             "head": True, "block_size": 16, "mask_token_id": MASK, "shift_label": True,
             "candidate_pool_size": 64, "target_layer_ids": [1, 5], "plain_requests": False,
-            "dtype": "float32",
+            "dtype": "float32", "weights": None,
         },
     }  # fmt: skip
     json.dumps(report)

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from domino_kit.chat_template import prompt_ids
 from domino_kit.decoding import Sampling, generate
+from domino_kit.draft_contract import weights_identity
 from domino_kit.eval.served import ask_all
 from domino_kit.serve.confirm import measure_gain, read_report
 from domino_kit.target import load_tokenizer
@@ -73,7 +74,7 @@ def chat_answer(pair: Pair, max_tokens: int) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_report_of_the_plugin(url: str) -> None:
+def test_report_of_the_plugin(url: str, pair: Pair) -> None:
     report = read_report(url)
     assert report["platform"] == "cpu"
     assert report["process_group"] > 1
@@ -81,7 +82,7 @@ def test_report_of_the_plugin(url: str) -> None:
     assert report["draft"] == {
         "head": True, "block_size": 4, "mask_token_id": 1, "shift_label": True,
         "candidate_pool_size": 0, "target_layer_ids": [0, 2], "plain_requests": True,
-        "dtype": "float32",
+        "dtype": "float32", "weights": weights_identity(pair.draft),
     }  # fmt: skip
 
 

@@ -26,7 +26,8 @@ def row_encoder(run: Run, *, needs_hidden: bool) -> Iterator[RowEncoder]:
         with _engine(run, needs_hidden) as encode:
             yield encode
     else:
-        yield encode_row(run.target)
+        assert run.whole_target is not None, "the recipe was checked"
+        yield encode_row(run.whole_target)
 
 
 @contextmanager

@@ -22,16 +22,18 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def initialise(
-    model: DominoDraft, target: Target, seed: int, init: str, init_from: Path | None
+    model: DominoDraft, target: Target | None, seed: int, init: str, init_from: Path | None
 ) -> None:
     """Fill ``model``'s weights: ``init`` is ``"random"`` or ``"target"``; ``init_from`` wins.
 
+    ``target`` may be ``None`` unless its layers are to be copied.
     Raises ``ValueError`` if the source's shapes do not fit.
     """
     init_weights(model, torch.Generator().manual_seed(seed))
     if init_from is not None:
         copy_draft(model, init_from)
     elif init == "target":
+        assert target is not None, "the recipe was checked"
         copy_target_layers(model, target)
 
 

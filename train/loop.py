@@ -210,7 +210,7 @@ class Training:
                 self.run, step, self.command, self.measured, seconds, self.optimizer
             )
             if last or not self.gated:  # a mismatch is better known now than at the end
-                check_checkpoint(self.run, folder)
+                check_checkpoint(self.run, folder, self.source)
             remove_old(folder.parent, self.run.recipe.output.max_checkpoints)
 
         self.processes.together(write, only_first=True)

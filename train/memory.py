@@ -47,7 +47,7 @@ def estimate(run: Run) -> Memory:
     token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
     tokens = sum(len(sample.input_ids) for sample in run.samples)
     return Memory(
-        target=sum(p.numel() * p.element_size() for p in run.target.model.parameters()),
+        target=run.target.num_bytes,
         draft=16 * sum(p.numel() for p in run.model.parameters()),
         logits=chunk * config.vocab_size * 4 * arrays,
         activations=config.num_hidden_layers * (rows * per_row + attention) * width,

@@ -100,12 +100,17 @@ def run_prepare_features(
 
 
 def _with_engine(recipe: Recipe, engine: str | None) -> Recipe:
-    """The recipe with the backend that computes features."""
+    """The recipe with the backend that computes features: hf runs the target, so loads it whole."""
     wanted = engine or recipe.features.backend
     update = {"backend": "hf" if wanted == "cached" else wanted, "folder": None}
+    target = recipe.target
     if update["backend"] == "hf":
         update["url"] = None
-    return recipe.model_copy(update={"features": recipe.features.model_copy(update=update)})
+        target = target.model_copy(
+            update={"load": "whole", "embedding_name": None, "head_name": None}
+        )
+    features = recipe.features.model_copy(update=update)
+    return recipe.model_copy(update={"features": features, "target": target})
 
 
 def plan_shards(samples: Sequence[Sample], facts: FeatureFacts, shard_mb: int) -> list[Shard]:

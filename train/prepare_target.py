@@ -5,14 +5,8 @@ from typing import Any
 
 from domino_kit.fingerprint import json_hash, model_folder, target_fingerprints
 from domino_kit.manifest import config_facts, template_hash
-from domino_kit.target import (
-    check_model_folder,
-    choose_device,
-    choose_dtype,
-    end_tokens_of,
-    load_target_model,
-    load_tokenizer,
-)
+from domino_kit.target import choose_device, choose_dtype, load_target_model, load_tokenizer
+from domino_kit.target_config import read_end_tokens, read_target_config
 
 
 @dataclass(frozen=True)
@@ -47,13 +41,11 @@ def read_target(
 
     Where another machine answers (``engine`` "server"), device and dtype are not looked at.
     """
-    from domino_kit.serve.checks import context_length, read_target_config
+    from domino_kit.serve.checks import context_length
 
-    check_model_folder(name)
     device = "cpu" if engine == "server" else choose_device(device)
     kind = str(choose_dtype(dtype, device)).removeprefix("torch.")
-    flags = {"--trust-remote-code": None} if trust_remote_code else {}
-    config = read_target_config(name, flags)
+    config = read_target_config(name, trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code)
     if not tokenizer.chat_template:
         raise ValueError(
@@ -65,7 +57,7 @@ def read_target(
     return PreparedTarget(
         name=name,
         tokenizer=tokenizer,
-        end_tokens=_end_tokens(name, config, tokenizer),
+        end_tokens=read_end_tokens(name, config, tokenizer),
         context=context_length(config.get_text_config()),
         device=device,
         dtype=kind,
@@ -83,14 +75,3 @@ def _weights(name: str) -> dict[str, str]:
         return {} if folder is None else target_fingerprints(folder)
     except ValueError:
         return {}
-
-
-def _end_tokens(name: str, config: Any, tokenizer: Any) -> list[int]:
-    """The end tokens that the loaded model would have."""
-    from transformers import GenerationConfig
-
-    try:
-        generation = GenerationConfig.from_pretrained(name)
-    except (OSError, ValueError):  # there is none: transformers then takes the config's
-        generation = GenerationConfig.from_model_config(config)
-    return end_tokens_of(generation, tokenizer)

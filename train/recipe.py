@@ -41,10 +41,24 @@ class TargetSection(Section):
     expected: dict[str, Any] = Field(
         {}, description="fields of the target's config that the recipe is for; others are noted"
     )
+    load: Literal["whole", "ends"] = Field(
+        "whole", description="ends: only embedding and output head, features from elsewhere"
+    )
+    embedding_name: str | None = Field(
+        None, description="tensor of the embedding, for target.load=ends; default: found by its end"
+    )
+    head_name: str | None = Field(None, description="tensor of the output head, likewise")
+
+    @model_validator(mode="after")
+    def _refuse_idle_names(self) -> "TargetSection":
+        for name in ("embedding_name", "head_name"):
+            if getattr(self, name) is not None and self.load != "ends":
+                raise ValueError(f"target.{name} does nothing without target.load=ends.")
+        return self
 
 
 class DraftSection(Section):
-    """The shape of the draft. Sizes left out are the target's own."""
+    """The shape of the draft. Sizes and other values left out are the target's own."""
 
     projector: Literal["domino", "none"] = Field("domino", description="none trains plain DFlash")
     num_layers: int = Field(5, gt=0, description="draft layers")
@@ -68,6 +82,9 @@ class DraftSection(Section):
     num_attention_heads: int | None = Field(None, gt=0, description="query heads")
     num_key_value_heads: int | None = Field(None, gt=0, description="key/value heads")
     head_dim: int | None = Field(None, gt=0, description="width of a head")
+    rope_theta: float | None = Field(None, gt=0, description="RoPE base")
+    rms_norm_eps: float | None = Field(None, gt=0, description="epsilon of the norms")
+    max_position_embeddings: int | None = Field(None, gt=0, description="longest context")
     init: Literal["random", "target"] = Field(
         "random", description="random as published, or start from the target's own last layers"
     )
@@ -240,6 +257,16 @@ class Recipe(Section):
             raise ValueError(
                 f"train.visible_prefix needs draft.block_size of at least 3 (now {draft.block_size}): "
                 "a token to show and one to predict after the anchor."
+            )
+        if self.target.load == "ends" and self.features.backend == "hf":
+            raise ValueError(
+                "target.load=ends needs features.backend=sglang or cached (now hf): in process, "
+                "features are computed by the whole target."
+            )
+        if self.target.load == "ends" and draft.init == "target":
+            raise ValueError(
+                "draft.init=target copies layers of the whole target, which target.load=ends does not "
+                "load; set draft.init=random, or draft.init_from to another draft."
             )
         if self.data.train == self.data.validation:
             raise ValueError("data.validation is the training data; use held-out rows.")

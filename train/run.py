@@ -9,7 +9,7 @@ from rich.console import Console
 
 from domino_kit.train.feature_source import open_source
 from domino_kit.train.features import FeatureSource
-from domino_kit.train.gate import check_checkpoint
+from domino_kit.train.gate import WITHOUT_TARGET, check_checkpoint
 from domino_kit.train.loop import train
 from domino_kit.train.memory import describe_run, kept_share
 from domino_kit.train.processes import Processes
@@ -56,6 +56,8 @@ def run_training(
     expected = run.recipe.target.expected
     for line in [*describe_expected(expected, run.target.text_config), *describe_run(run)]:
         console.print(line, highlight=False, soft_wrap=True)
+    if run.whole_target is None:
+        console.print(f"check of checkpoints: {WITHOUT_TARGET}", highlight=False, soft_wrap=True)
     if dry_run:
         try_run(run, command, console)
         return True
@@ -70,8 +72,8 @@ def try_run(run: Run, command: list[str], console: Console) -> None:
     with open_source(run) as source:
         for line in describe_time(run, source.encode, kept_share(run)):
             console.print(line, highlight=False, soft_wrap=True)
-    written = write_checkpoint(run, 0, command, {}, 0.0)
-    check_checkpoint(run, written)
+        written = write_checkpoint(run, 0, command, {}, 0.0)
+        check_checkpoint(run, written, source)
     console.print(
         f"dry run: {written} loads, and drafts as the training graph does; nothing was trained"
     )

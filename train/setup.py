@@ -19,6 +19,8 @@ from domino_kit.mask_token import resolve_mask_token
 from domino_kit.modeling import DominoDraft
 from domino_kit.target import (
     Target,
+    TargetEnds,
+    check_layer_ids,
     choose_device,
     choose_dtype,
     default_layer_ids,
@@ -26,6 +28,7 @@ from domino_kit.target import (
     load_target_model,
     load_tokenizer,
 )
+from domino_kit.target_config import read_end_tokens, read_target_config
 from domino_kit.target_contract import (
     TargetFiles,
     check_loaded,
@@ -33,6 +36,7 @@ from domino_kit.target_contract import (
     describe_prompts,
     target_files,
 )
+from domino_kit.target_ends import read_ends
 from domino_kit.train.dataset import Sample, build_samples
 from domino_kit.train.initialise import initialise
 from domino_kit.train.recipe import DraftSection, Recipe
@@ -40,10 +44,10 @@ from domino_kit.train.recipe import DraftSection, Recipe
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that training needs, ready."""
+    """Everything that training needs, ready. ``target`` may be its ends only."""
 
     recipe: Recipe
-    target: Target
+    target: TargetEnds
     identity: TargetIdentity
     model: DominoDraft
     mask_token_source: str
@@ -55,6 +59,11 @@ class Run:
     end_tokens: list[int]
     system_prompts: list[dict[str, Any]]
     allowed: tuple[str, ...] = ()
+
+    @property
+    def whole_target(self) -> Target | None:
+        """The target that can be run, or ``None`` where only its ends are in process."""
+        return self.target if isinstance(self.target, Target) else None
 
     @property
     def supervised_tokens(self) -> int:
@@ -84,18 +93,12 @@ def build_run(recipe: Recipe, allow: Sequence[str] = ()) -> Run:
             recipe.data.validation, recipe.data.split, recipe.output.validation_rows
         )
     tokenizer = load_tokenizer(recipe.target.name, recipe.target.trust_remote_code)
-    hf_model = load_target_model(
-        recipe.target.name,
-        choose_dtype(recipe.target.dtype, device),
-        device,
-        recipe.target.trust_remote_code,
-    )
-    ends = end_token_ids(hf_model, tokenizer)
-    config, source, target = build_config(recipe, hf_model, tokenizer, ends)
+    target, target_config, end_tokens = open_target(recipe, tokenizer, device)
+    config, source = build_config(recipe, target, tokenizer, end_tokens)
     check_template_tokens(tokenizer, rows[0], recipe.target.thinking)
     options: dict[str, Any] = {
         "thinking": recipe.target.thinking,
-        "end_tokens": ends,
+        "end_tokens": end_tokens,
         "max_length": recipe.data.max_length,
         "min_supervised": recipe.data.min_supervised,
     }
@@ -104,13 +107,14 @@ def build_run(recipe: Recipe, allow: Sequence[str] = ()) -> Run:
     identity = target_identity(recipe.target.name, target, tokenizer, recipe.target.thinking)
     allowed: tuple[str, ...] = ()
     if recipe.draft.init_from is not None:
-        files = target_files(recipe.target.name, hf_model.config, tokenizer)
+        files = target_files(recipe.target.name, target_config, tokenizer)
         allowed = check_start(recipe.draft.init_from, files, identity, allow)
     model = DominoDraft(config)
-    initialise(model, target, recipe.train.seed, recipe.draft.init, recipe.draft.init_from)
+    whole = target if isinstance(target, Target) else None
+    initialise(model, whole, recipe.train.seed, recipe.draft.init, recipe.draft.init_from)
     return Run(
         recipe, target, identity, model.to(device), source, samples, validation, dropped,
-        total_steps(recipe, len(samples)), tokenizer, ends,
+        total_steps(recipe, len(samples)), tokenizer, end_tokens,
         describe_prompts(rows, tokenizer, recipe.target.thinking), allowed,
     )  # fmt: skip
 
@@ -144,60 +148,107 @@ def total_steps(recipe: Recipe, num_samples: int) -> int:
     return max(1, round(recipe.train.epochs * num_samples / a_step))
 
 
-def build_config(
-    recipe: Recipe, hf_model: Any, tokenizer: Any, end_tokens: list[int]
-) -> tuple[DraftConfig, str, Target]:
-    """The draft's config, sized after the target field by field, and the source of its mask id."""
-    draft = recipe.draft
-    text = hf_model.config.get_text_config()
-    depth = int(text.num_hidden_layers)
-    layer_ids = draft.target_layer_ids
+def open_target(recipe: Recipe, tokenizer: Any, device: str) -> tuple[TargetEnds, Any, list[int]]:
+    """The target, whole or its ends as the recipe wants it, its config and its end tokens."""
+    wanted = recipe.target
+    dtype = choose_dtype(wanted.dtype, device)
+    if wanted.load == "ends":
+        config = read_target_config(wanted.name, wanted.trust_remote_code)
+        ends = read_ends(
+            wanted.name, config, feature_layers(recipe.draft, config.get_text_config()), dtype,
+            device, embedding_name=wanted.embedding_name, head_name=wanted.head_name,
+        )  # fmt: skip
+        return ends, config, read_end_tokens(wanted.name, config, tokenizer)
+    model = load_target_model(wanted.name, dtype, device, wanted.trust_remote_code)
+    layers = feature_layers(recipe.draft, model.config.get_text_config())
+    whole = Target(model, layers, recipe.draft.allow_last_layer)
+    return whole, model.config, end_token_ids(model, tokenizer)
+
+
+def num_layers(text: Any) -> int:
+    """Layers of a target; ``ValueError`` if its text config does not say how many."""
+    found = getattr(text, "num_hidden_layers", None)
+    if found is None:
+        raise ValueError(
+            f"the target's config (model type {text.model_type!r}) has no num_hidden_layers, so its "
+            "layers cannot be numbered; add the field to its config.json."
+        )
+    return int(found)
+
+
+def feature_layers(draft: DraftSection, text: Any) -> list[int]:
+    """The target layers to read, by name or evenly spread; ``ValueError`` if there are none such."""
+    depth, layer_ids = num_layers(text), draft.target_layer_ids
     if layer_ids is None:
         layer_ids = default_layer_ids(depth, draft.num_features or draft.num_layers)
-    target = Target(hf_model, layer_ids, draft.allow_last_layer)
+    return check_layer_ids(layer_ids, depth, draft.allow_last_layer)
+
+
+def build_config(
+    recipe: Recipe, target: TargetEnds, tokenizer: Any, end_tokens: list[int]
+) -> tuple[DraftConfig, str]:
+    """The draft's config, as the recipe or else the target has it, and the source of its mask id.
+
+    Raises ``ValueError`` naming the option for a value that neither has.
+    """
+    draft, text = recipe.draft, target.text_config
     mask_id, source = resolve_mask_token(
         draft.mask_token_id, tokenizer, text.model_type, target.vocab_size, end_tokens
     )
     has_head = draft.projector == "domino"
     config = DraftConfig(
         **_sizes(draft, text),
+        hidden_size=target.hidden_size,
         num_hidden_layers=draft.num_layers,
         vocab_size=target.vocab_size,
-        rms_norm_eps=float(text.rms_norm_eps),
-        rope_theta=rope_theta(text),
-        max_position_embeddings=int(text.max_position_embeddings),
+        rms_norm_eps=float(_taken(draft, text, "rms_norm_eps")),
+        rope_theta=float(_taken(draft, text, "rope_theta", rope_theta(text))),
+        max_position_embeddings=int(_taken(draft, text, "max_position_embeddings")),
         block_size=draft.block_size,
-        num_target_layers=depth,
-        target_layer_ids=tuple(layer_ids),
+        num_target_layers=num_layers(text),
+        target_layer_ids=tuple(target.layer_ids),
         mask_token_id=mask_id,
         projector_type=draft.projector,
         shift_label=recipe.shift_label,
         gru_hidden_dim=draft.gru_hidden_dim if has_head else None,
         emb_dim=draft.emb_dim if has_head else None,
-        bos_token_id=text.bos_token_id,
-        eos_token_id=text.eos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
+        eos_token_id=getattr(text, "eos_token_id", None),
     )
-    return config, source, target
+    return config, source
+
+
+def _taken(draft: DraftSection, text: Any, field: str, found: Any = None) -> Any:
+    """A value of the recipe, or ``found`` or else the field of the target's text config."""
+    given = getattr(draft, field)
+    if given is None:
+        given = getattr(text, field, None) if found is None else found
+    if given is None:
+        raise ValueError(
+            f"the target's config (model type {text.model_type!r}) has no {field}, which a draft "
+            f"takes from it; set draft.{field}."
+        )
+    return given
 
 
 def _sizes(draft: DraftSection, text: Any) -> dict[str, int]:
-    hidden = int(text.hidden_size)
-    heads = draft.num_attention_heads or int(text.num_attention_heads)
-    own_head_dim = getattr(text, "head_dim", None) or hidden // int(text.num_attention_heads)
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": draft.intermediate_size or int(text.intermediate_size),
-        "num_attention_heads": heads,
-        "num_key_value_heads": draft.num_key_value_heads or int(text.num_key_value_heads),
-        "head_dim": draft.head_dim or int(own_head_dim),
-    }
+    own_head_dim = getattr(text, "head_dim", None)
+    if own_head_dim is None and getattr(text, "num_attention_heads", None):
+        own_head_dim = text.hidden_size // text.num_attention_heads
+    fields = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {field: int(_taken(draft, text, field)) for field in fields}
+    return {**sizes, "head_dim": int(_taken(draft, text, "head_dim", own_head_dim))}
 
 
-def rope_theta(text: Any) -> float:
+def rope_theta(text: Any) -> float | None:
     """The target's RoPE base, from either of transformers' spellings; nothing else is copied."""
     parameters = getattr(text, "rope_parameters", None) or {}
     found = parameters.get("rope_theta", getattr(text, "rope_theta", None))
     if found is None:
-        nested = [v["rope_theta"] for v in parameters.values() if isinstance(v, dict)]
-        found = nested[0] if nested else 10000.0
-    return float(found)
+        nested = [
+            v["rope_theta"]
+            for v in parameters.values()
+            if isinstance(v, dict) and "rope_theta" in v
+        ]
+        found = nested[0] if nested else None
+    return found

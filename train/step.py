@@ -8,7 +8,7 @@ from torch import Tensor
 
 from domino_kit import alignment
 from domino_kit.modeling import DominoDraft
-from domino_kit.target import Target
+from domino_kit.target import TargetEnds
 from domino_kit.trace import Record
 from domino_kit.train.dataset import Batch
 from domino_kit.train.distill import Distill
@@ -77,7 +77,7 @@ def weigh_blocks(
 
 def forward_blocks(
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     batch: Batch,
     features: Tensor,
     blocks: Blocks,
@@ -108,7 +108,7 @@ def forward_blocks(
     return Rows(hidden.flatten(0, 2), low_rank, blocks.labels.flatten(), blocks.weights.flatten())
 
 
-def compute_dtype(target: Target) -> AbstractContextManager[object]:
+def compute_dtype(target: TargetEnds) -> AbstractContextManager[object]:
     """bfloat16 compute over float32 master weights where the target computes in bfloat16."""
     dtype = target.embedding.weight.dtype
     if dtype == torch.float32:
@@ -116,7 +116,9 @@ def compute_dtype(target: Target) -> AbstractContextManager[object]:
     return torch.autocast(target.device.type, dtype=dtype)
 
 
-def block_loss(model: DominoDraft, target: Target, rows: Rows, lam: float, chunk_mb: int) -> Loss:
+def block_loss(
+    model: DominoDraft, target: TargetEnds, rows: Rows, lam: float, chunk_mb: int
+) -> Loss:
     """The plain objective of a draft's rows, with the target's head and the draft's projector."""
     projection = model.vocab_projection if model.config.has_head else None
     chunk = chunk_rows(target.vocab_size, chunk_mb)
@@ -138,7 +140,7 @@ def add_teacher(
 
 
 def training_loss(
-    options: TrainSection, model: DominoDraft, target: Target, rows: Rows, lam: float
+    options: TrainSection, model: DominoDraft, target: TargetEnds, rows: Rows, lam: float
 ) -> Loss:
     """The objective as the recipe wants it: D-PACE weights, distillation, or neither."""
     dpace = distill = None

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from domino_kit.target import check_model_folder, choose_device, choose_dtype
+from domino_kit.target import choose_device, choose_dtype
+from domino_kit.target_config import JsonConfig, read_target_config
 from domino_kit.train.memory import free_memory
 from domino_kit.train.recipe import Recipe
 from domino_kit.train.setup import rope_theta
@@ -28,7 +29,9 @@ def describe_target(recipe: Recipe) -> str | None:
     """
     wanted = recipe.target
     device = choose_device(wanted.device)
-    config = _read_config(wanted.name, wanted.trust_remote_code)
+    config = read_target_config(wanted.name, wanted.trust_remote_code)
+    if isinstance(config, JsonConfig):
+        return None  # no model class: loading it says so better
     if getattr(config, "quantization_config", None):
         return None  # its weights are smaller than its shapes say
     try:
@@ -49,17 +52,6 @@ def describe_target(recipe: Recipe) -> str | None:
             "target.dtype."
         )
     return f"{said}; {room}"
-
-
-def _read_config(name: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    check_model_folder(name)
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"target {name!r} cannot be loaded: {first}") from None
 
 
 def describe_expected(expected: dict[str, Any], text_config: Any) -> list[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from domino_kit.target import Target
 from domino_kit.train.cost import BatchShape, Operations, TargetCost, batch_operations, batch_shape
 from domino_kit.train.dataset import RowStream, Sample
 from domino_kit.train.features import FeatureSource, RowEncoder
@@ -125,7 +124,8 @@ def estimate_time(
     ``kept`` is the share of features that stay in memory after the first epoch. Features that the
     target does not compute in this process count by tokens.
     """
-    target = TargetCost.of(run.target) if _in_process(run) else None
+    whole = run.whole_target if run.recipe.features.backend == "hf" else None
+    target = None if whole is None else TargetCost.of(whole)
     teacher = run.recipe.train.distill != "none"
     config, options = run.model.config, run.recipe.train
 
@@ -149,10 +149,6 @@ def estimate_time(
         step, features + train, run.total_steps * (features * computed + train),
         here.trained / measured.train_seconds,
     )  # fmt: skip
-
-
-def _in_process(run: Run) -> bool:
-    return run.recipe.features.backend == "hf" and isinstance(run.target, Target)
 
 
 def describe_time(run: Run, encode: RowEncoder, kept: float) -> list[str]:

@@ -4,8 +4,8 @@ import torch
 
 from domino_kit.acceptance import Acceptance, teacher_forced_accept_length
 from domino_kit.modeling import DominoDraft
-from domino_kit.replay import KnownAnswer, replay
-from domino_kit.target import Target
+from domino_kit.replay import KnownAnswer, replay_features
+from domino_kit.target import TargetEnds
 from domino_kit.train.dataset import Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.processes import Processes
@@ -31,7 +31,7 @@ def known_answers(sample: Sample) -> list[KnownAnswer]:
 def validate(
     recipe: Recipe,
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     source: FeatureSource,
     rows: list[Sample],
     processes: Processes,
@@ -45,23 +45,37 @@ def validate(
     model.eval()
     own = processes.share(rows)
     metrics = teacher_forced(recipe, model, target, source, own, processes)
-    texts = [text for sample in own for text in known_answers(sample)]
-    for name, use_head in (("replay", True), ("replay_head_off", False)):
-        if not use_head and not model.config.has_head:
-            continue
-        with compute_dtype(target):
-            runs = replay(target, model, texts, use_head=use_head)
-        everyone = [run for part in processes.gather(runs) for text in part for run in text]
+    runs = replayed(model, target, source, own)
+    for name, mine in runs.items():
+        everyone = [run for part in processes.gather(mine) for run in part]
         stats = Acceptance.of(everyone, model.config.num_proposals)
         metrics[f"{name}_accept_length"] = stats.accept_length
     model.train()
     return metrics
 
 
+def replayed(
+    model: DominoDraft, target: TargetEnds, source: FeatureSource, rows: list[Sample]
+) -> dict[str, list[int]]:
+    """Accepted runs of all answers in ``rows``, from the features that training reads."""
+    runs: dict[str, list[int]] = {"replay": []}
+    if model.config.has_head:
+        runs["replay_head_off"] = []
+    for sample in rows:
+        features = source(collate([sample], target.device)).features
+        for text in known_answers(sample):
+            for name, found in runs.items():
+                with compute_dtype(target):
+                    found += replay_features(
+                        target, model, text, features, use_head=name == "replay"
+                    )
+    return runs
+
+
 def teacher_forced(
     recipe: Recipe,
     model: DominoDraft,
-    target: Target,
+    target: TargetEnds,
     source: FeatureSource,
     rows: list[Sample],
     processes: Processes,
