@@ -1,9 +1,11 @@
-"""The targets that recipes are for, without downloads: their configs, and small random copies."""
+"""The targets that recipes are for, without downloads: configs, empty models, small random copies."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -11,6 +13,12 @@ from transformers import (
     GenerationConfig,
 )
 
+from domino_kit.target import Target, TargetEnds
+from domino_kit.target_config import JsonConfig
+from domino_kit.target_ends import StoredEnds
+from domino_kit.train.recipe import Recipe
+from domino_kit.train.setup import feature_layers
+from domino_kit.train.target_facts import empty_model
 from tests.tiny_chat import PLAIN, THINKING, tiny_tokenizer
 
 WIDTHS = 64
@@ -43,6 +51,22 @@ def target_config(expected: dict[str, Any], **fields: Any) -> Any:
     return AutoConfig.for_model(kind, rope_parameters=rope, **facts)
 
 
+def empty_target(recipe: Recipe) -> TargetEnds:
+    """A recipe's target in its real size on the meta device, whole or its ends, as bfloat16."""
+    expected = recipe.target.expected
+    if recipe.target.load == "ends":
+        text = JsonConfig(expected)
+        layers = feature_layers(recipe.draft, text)
+        with torch.device("meta"):
+            embedding = torch.nn.Embedding(text.vocab_size, text.hidden_size, dtype=torch.bfloat16)
+            head = torch.nn.Linear(
+                text.hidden_size, text.vocab_size, bias=False, dtype=torch.bfloat16
+            )
+        return StoredEnds(embedding, head, text, layers)
+    model = empty_model(target_config(expected)).to(torch.bfloat16)
+    return Target(model, feature_layers(recipe.draft, model.config.get_text_config()))
+
+
 def small_config(expected: dict[str, Any]) -> Any:
     """The same with widths divided; two experts a token, and the rows of the vocabulary kept."""
     small = {key: expected[key] // by for key, by in DIVIDED.items() if key in expected}
@@ -69,4 +93,20 @@ def save_small_target(folder: Path, expected: dict[str, Any]) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=3)
     model.save_pretrained(folder)
     tiny_tokenizer(PLAIN if config.model_type == "llama" else THINKING).save_pretrained(folder)
+    return folder
+
+
+def save_small_parts(folder: Path, recipe: Recipe) -> Path:
+    """Of a recipe for a target's ends: a config of parts, two random matrices, no other weights."""
+    text = {**recipe.target.expected, "rms_norm_eps": 1e-5, "eos_token_id": 3}
+    text["hidden_size"] //= WIDTHS
+    parts = {"text_config": text, "vision_config": {"hidden_size": 7}}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k3", **parts}))
+    generator = torch.Generator().manual_seed(0)
+    names = (recipe.target.embedding_name, recipe.target.head_name)
+    shape = (text["vocab_size"], text["hidden_size"])
+    weights = {str(name): torch.randn(shape, generator=generator) for name in names}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tiny_tokenizer(THINKING).save_pretrained(folder)
     return folder
