@@ -160,7 +160,7 @@ def real_run(name: str) -> Run:
     with torch.device("meta"):
         model = DominoDraft(config)
     length = recipe.data.max_length
-    rows = [Sample(0, "row", [1] * length, [1] * length)] * 60
+    rows = [Sample(0, "row", [1] * length, [1] * length)] * 200
     identity: Any = None
     return Run(
         recipe, target, identity, model, source, rows, [], Counter(), 1, tokenizer, [], []

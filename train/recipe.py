@@ -224,6 +224,10 @@ class OutputSection(Section):
     validation_rows: int = Field(16, gt=0, description="rows of a validation")
     log_every: int = Field(10, gt=0, description="steps between lines of metrics")
     save_dtype: Dtype = Field("auto", description="type of saved weights; auto: the target's")
+    tracker: Literal["none", "wandb", "trackio"] = Field(
+        "none", description="where metrics go beside metrics.jsonl and TensorBoard"
+    )
+    tracker_project: str = Field("domino-kit", description="the project there")
 
     @field_validator("folder")
     @classmethod

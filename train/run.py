@@ -18,6 +18,7 @@ from domino_kit.train.report import METRICS_NAME, write_checkpoint
 from domino_kit.train.setup import Run, build_run
 from domino_kit.train.target_facts import describe_expected, describe_target
 from domino_kit.train.timing import describe_time
+from domino_kit.train.tracking import load_tracker
 
 
 def run_training(
@@ -47,6 +48,7 @@ def run_training(
         shutil.rmtree(tried, ignore_errors=True)
     check_output(recipe, resume)
     check_processes(recipe, here)
+    load_tracker(recipe)  # whether it is there is better known before hours of loading
     console = Console(stderr=True, quiet=(quiet and not dry_run) or not here.first, markup=False)
     if dry_run and recipe.features.backend == "hf" and (said := describe_target(recipe)):
         console.print(said, highlight=False, soft_wrap=True)
