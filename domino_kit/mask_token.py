@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# Rows of the padded embedding that no tokenizer entry uses, as published drafts use them.
+# As published drafts use them: for Qwen3 a row of the padded embedding that no token uses, for
+# Qwen3.5 the special token <|audio_start|>, which text never has.
 KNOWN_FAMILIES: dict[str, int] = {
     "qwen3": 151669,
     "qwen3_moe": 151669,
@@ -34,7 +35,7 @@ def resolve_mask_token(
         found, source = own, "tokenizer"
     elif model_type in KNOWN_FAMILIES and KNOWN_FAMILIES[model_type] < vocab_size:
         found, source = KNOWN_FAMILIES[model_type], f"published choice for {model_type}"
-        if found < len(tokenizer):
+        if found < len(tokenizer) and not _is_special(tokenizer, found):
             raise ValueError(
                 f"the published mask id {found} for {model_type} is a real token of this tokenizer; "
                 "set draft.mask_token_id to an id that the target never emits."
@@ -46,6 +47,11 @@ def resolve_mask_token(
             f"a token that the target never emits{spare}, below {vocab_size}."
         )
     return _check(found, source, tokenizer, vocab_size, end_tokens), source
+
+
+def _is_special(tokenizer: Any, token: int) -> bool:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(token)
+    return added is not None and bool(added.special)
 
 
 def _check(found: int, source: str, tokenizer: Any, vocab_size: int, end_tokens: list[int]) -> int:

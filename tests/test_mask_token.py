@@ -34,6 +34,18 @@ def test_known_families_have_a_published_choice() -> None:
     assert "qwen3" in source
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_the_published_choice_may_be_a_special_token_but_no_other(special: bool) -> None:
+    added = {248070: SimpleNamespace(special=special)}  # <|audio_start|> in Qwen3.5's tokenizer
+    qwen = tokenizer(size=248077, pad_token_id=248044, added_tokens_decoder=added)
+    if special:
+        found = resolve_mask_token(None, qwen, "qwen3_5_text", 248320, [248046])
+        assert found == (248070, "published choice for qwen3_5_text")
+    else:
+        with pytest.raises(ValueError, match=r"248070.*real token"):
+            resolve_mask_token(None, qwen, "qwen3_5_text", 248320, [248046])
+
+
 @pytest.mark.parametrize(
     ("explicit", "fields", "family", "words"),
     [

@@ -1,4 +1,4 @@
-"""Print a short key of the interpreter and the declared dependencies, to name an environment."""
+"""Print a short key of the interpreter and what `make venv` installs, to name an environment."""
 
 import hashlib
 import sys
@@ -10,5 +10,6 @@ if sys.version_info < (3, 11):
 import tomllib
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-facts = [sys.version, project["dependencies"], project["optional-dependencies"]]
+extras = {name: project["optional-dependencies"][name] for name in ("serve", "dev")}
+facts = [sys.version, project["dependencies"], extras]
 print(hashlib.sha256(repr(facts).encode()).hexdigest()[:12])

@@ -248,7 +248,10 @@ def _train(state: Training, quiet: bool) -> int:
     step, rows = state.done, run.recipe.step_rows
     stream = RowStream(run.samples, options.seed)
     first = state.processes.first
-    progress = Progress(run, step, quiet=quiet or not first, write=first)
+    progress = state.processes.together(
+        lambda: Progress(run, step, quiet=quiet or not first, write=first)
+    )
+    assert progress is not None
     with progress, _interruptible(state.processes) as asked:
         stop = False
         while step < run.total_steps and not stop:

@@ -1,8 +1,12 @@
 """An estimate of what a run will need, printed before its first step."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from domino_kit.checkpoint import HEAD_PREFIXES
+from domino_kit.modeling import DominoDraft
 from domino_kit.train.objective import chunk_rows, logit_arrays
 from domino_kit.train.setup import Run
 
@@ -31,11 +35,12 @@ def estimate(run: Run) -> Memory:
     the attention probabilities over context and blocks.
     """
     recipe, config = run.recipe, run.model.config
-    rows = recipe.train.batch_size * recipe.train.num_anchors * config.block_size
+    anchors = min(recipe.train.num_anchors, max(sum(s.loss_mask) for s in run.samples))
+    rows = recipe.train.batch_size * anchors * config.block_size
     length = min(recipe.data.max_length, max(len(s.input_ids) for s in run.samples))
     width = run.target.embedding.weight.element_size()
     per_row = 16 * config.hidden_size + 5 * config.intermediate_size
-    keys = length + recipe.train.num_anchors * config.block_size
+    keys = length + anchors * config.block_size
     attention = rows * keys * (config.num_attention_heads + 1)
     arrays = logit_arrays(recipe.train.distill != "none")
     chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb, arrays))
@@ -50,23 +55,62 @@ def estimate(run: Run) -> Memory:
     )
 
 
-def describe_run(run: Run) -> list[str]:
-    """Parameter counts, data and memory, as lines for people."""
-    memory = estimate(run)
+def kept_share(run: Run) -> float:
+    """The share of all features that stays in memory from one epoch to the next."""
+    config = run.model.config
+    width = run.target.embedding.weight.element_size()
+    token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
+    tokens = sum(len(sample.input_ids) for sample in run.samples)
+    return min(1.0, run.recipe.train.feature_cache_mb * 2**20 / (tokens * token_bytes))
+
+
+def free_memory(device: str) -> int | None:
+    """Bytes that a device has left, ``None`` where that cannot be said."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def describe_fit(run: Run, memory: Memory) -> str:
+    """Whether the expected memory fits into what the device has left, with what is in place already."""
+    free = free_memory(str(run.target.device))
+    if free is None:
+        return ""
+    weights = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    room = free + memory.target + weights
+    word = "fits" if memory.total <= room else "does not fit"
+    return f"; {run.target.device.type} has {room / 2**30:.1f} GB for it: {word}"
+
+
+def describe_draft(model: DominoDraft) -> str:
+    """Parameter counts of backbone and head."""
     backbone = head = 0
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.startswith(HEAD_PREFIXES):
             head += parameter.numel()
         else:
             backbone += parameter.numel()
+    return (
+        f"draft: {backbone / 1e6:.1f} M parameters in the backbone, {head / 1e6:.1f} M in the head"
+    )
+
+
+def describe_run(run: Run) -> list[str]:
+    """Parameter counts, data and memory, as lines for people."""
+    memory = estimate(run)
     dropped = ", ".join(f"{count} {why}" for why, count in run.dropped.items()) or "none"
     parts = ", ".join(
         f"{name} {getattr(memory, name) / 2**20:.0f} MB"
         for name in ("target", "draft", "logits", "activations", "features")
     )
     return [
-        f"draft: {backbone / 1e6:.1f} M parameters in the backbone, {head / 1e6:.1f} M in the head",
+        describe_draft(run.model),
         f"data: {len(run.samples)} rows, {run.supervised_tokens} supervised tokens, dropped: {dropped}",
         f"steps: {run.total_steps}",
-        f"expected memory: {memory.total / 2**30:.1f} GB ({parts})",
+        f"expected memory: {memory.total / 2**30:.1f} GB ({parts}){describe_fit(run, memory)}",
     ]

@@ -49,7 +49,7 @@ class Shard:
 
 
 def run_prepare_features(
-    path: Path | None,
+    recipe_source: Path | str | None,
     overrides: list[str],
     output: Path,
     *,
@@ -65,7 +65,7 @@ def run_prepare_features(
     earlier run with more rows left behind are removed. Raises ``ValueError`` if the folder holds
     other features or the disk is too small.
     """
-    recipe = _with_engine(read_recipe(path, overrides), engine)
+    recipe = _with_engine(read_recipe(recipe_source, overrides), engine)
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)  # as in training: other sums round differently
     if hidden is None:

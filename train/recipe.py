@@ -4,10 +4,10 @@ import difflib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from domino_kit.config import describe
+from domino_kit.train.recipe_files import apply_override, load_values, number
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -38,6 +38,9 @@ class TargetSection(Section):
     device: str = Field("auto", description="auto takes cuda where there is one")
     thinking: bool | None = Field(None, description="enable_thinking passed to the chat template")
     trust_remote_code: bool = Field(False, description="run model code from the hub")
+    expected: dict[str, Any] = Field(
+        {}, description="fields of the target's config that the recipe is for; others are noted"
+    )
     load: Literal["whole", "ends"] = Field(
         "whole", description="ends: only embedding and output head, features from elsewhere"
     )
@@ -222,6 +225,10 @@ class OutputSection(Section):
     validation_rows: int = Field(16, gt=0, description="rows of a validation")
     log_every: int = Field(10, gt=0, description="steps between lines of metrics")
     save_dtype: Dtype = Field("auto", description="type of saved weights; auto: the target's")
+    tracker: Literal["none", "wandb", "trackio"] = Field(
+        "none", description="where metrics go beside metrics.jsonl and TensorBoard"
+    )
+    tracker_project: str = Field("domino-kit", description="the project there")
 
     @field_validator("folder")
     @classmethod
@@ -301,56 +308,20 @@ class Recipe(Section):
         return {16: 7.0, 10: 5.0, 8: 4.0}.get(block, max(1.0, 7.0 * block / 16))
 
 
-def read_recipe(path: Path | None, overrides: list[str]) -> Recipe:
-    """A recipe from a YAML file (or nothing) and ``section.key=value`` overrides.
+def read_recipe(source: Path | str | None, overrides: list[str]) -> Recipe:
+    """A recipe from a YAML file or a bundled name (or nothing) and ``section.key=value`` overrides.
 
-    Raises ``ValueError`` naming the file or override, the key, and the nearest known key.
+    Raises ``ValueError`` naming the recipe or override, the key, and the nearest known key.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"recipe {path} cannot be read: {error.strerror}.") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            where = " ".join(str(error).split())
-            raise ValueError(f"recipe {path} is not valid YAML: {where}.") from None
-        if not isinstance(loaded, dict):
-            raise ValueError(f"recipe {path} is empty or not a mapping of sections.")
-        values = loaded
+    values = {} if source is None else load_values(source)
     for override in overrides:
-        _apply(values, override)
-    _refuse_unknown_keys(values, path)
+        apply_override(values, override)
+    place = "" if source is None else f"recipe {source}: "
+    _refuse_unknown_keys(values, place)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        place = f"recipe {path}: " if path is not None else ""
         raise ValueError(f"{place}{describe(error)}{_missing_hint(error)}") from None
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.split(".")
-    if not equals or len(parts) != 2:
-        raise ValueError(f"override {override!r} is not of the form section.key=value.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ValueError(f"override {override!r} has a value that is not valid YAML.") from None
-    section = values.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise ValueError(f"recipe section {parts[0]!r} is {section!r}, not a mapping.")
-    section[parts[1]] = _number(value)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads ``6e-4`` as a string; people mean a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _sections() -> dict[str, type[Section]]:
@@ -361,8 +332,7 @@ def _sections() -> dict[str, type[Section]]:
     }
 
 
-def _refuse_unknown_keys(values: dict[str, Any], path: Path | None) -> None:
-    place = f"recipe {path}: " if path is not None else ""
+def _refuse_unknown_keys(values: dict[str, Any], place: str) -> None:
     sections = _sections()
     known = {f"{name}.{key}" for name, kind in sections.items() for key in kind.model_fields}
     for name, section in values.items():
@@ -375,7 +345,7 @@ def _refuse_unknown_keys(values: dict[str, Any], path: Path | None) -> None:
         for key in section:
             full = f"{name}.{key}"
             if full in known:
-                section[key] = _number(section[key])
+                section[key] = number(section[key])
                 continue
             near = difflib.get_close_matches(full, sorted(known), n=1)
             near = near or [k for k in sorted(known) if k.endswith(f".{key}")]

@@ -25,6 +25,7 @@ from domino_kit.target import choose_dtype
 from domino_kit.train.prepare_output import provenance
 from domino_kit.train.setup import Run
 from domino_kit.train.state import save_state
+from domino_kit.train.tracking import Tracker, load_tracker
 
 if TYPE_CHECKING:
     from domino_kit.train.loop import StepSums
@@ -33,10 +34,13 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class Progress:
-    """Progress bar on the terminal, ``metrics.jsonl`` and TensorBoard events in the run's folder."""
+    """Progress bar on the terminal, ``metrics.jsonl``, TensorBoard events, and a tracker if wanted."""
 
     def __init__(self, run: Run, done: int, *, quiet: bool, write: bool = True) -> None:
-        """``done`` steps lie behind a resumed run; only one process is to ``write``."""
+        """``done`` steps lie behind a resumed run; only one process is to ``write``.
+
+        Raises ``ValueError`` if the recipe's tracker cannot start.
+        """
         self.run, self.done, self.writes = run, done, write
         self.folder = run.recipe.output.folder
         self.console = Console(stderr=True, quiet=quiet, markup=False)
@@ -51,6 +55,11 @@ class Progress:
         self.task = self.bar.add_task("train", total=run.total_steps, completed=done, status="")
         self.file: TextIO | None = None
         self.board: Any = None
+        self.tracker: Tracker | None = None
+        if write:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if module := load_tracker(run.recipe):
+                self.tracker = Tracker(module, run.recipe)
         self.accept_length: float | None = None
         self.since = time.monotonic()
         self.samples = 0
@@ -60,7 +69,6 @@ class Progress:
         if self.writes:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.folder.mkdir(parents=True, exist_ok=True)
             keep_until(self.folder / METRICS_NAME, self.done)
             self.file = (self.folder / METRICS_NAME).open("a", encoding="utf-8")
             self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.done + 1)
@@ -77,6 +85,8 @@ class Progress:
         if self.file is not None:
             self.file.close()
             self.board.close()
+        if self.tracker is not None:
+            self.tracker.finish()
 
     def step(self, step: int, sums: "StepSums", lr: float, norm: float) -> None:
         """Advance the bar; every ``log_every`` steps write a line of metrics."""
@@ -124,6 +134,8 @@ class Progress:
         self.file.flush()
         for name, value in values.items():
             self.board.add_scalar(f"{phase}/{name}", value, step)
+        if self.tracker is not None:
+            self.tracker.log(step, phase, values)
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -7,20 +7,22 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from domino_kit.train.dataset import collate
 from domino_kit.train.feature_source import open_source
 from domino_kit.train.features import FeatureSource
 from domino_kit.train.gate import WITHOUT_TARGET, check_checkpoint
 from domino_kit.train.loop import train
-from domino_kit.train.memory import describe_run
+from domino_kit.train.memory import describe_run, kept_share
 from domino_kit.train.processes import Processes
 from domino_kit.train.recipe import Recipe, read_recipe
 from domino_kit.train.report import METRICS_NAME, write_checkpoint
 from domino_kit.train.setup import Run, build_run
+from domino_kit.train.target_facts import describe_expected, describe_target
+from domino_kit.train.timing import describe_time
+from domino_kit.train.tracking import load_tracker
 
 
 def run_training(
-    path: Path | None,
+    recipe_source: Path | str | None,
     overrides: list[str],
     *,
     dry_run: bool,
@@ -30,13 +32,13 @@ def run_training(
     resume: bool = False,
     processes: Processes | None = None,
 ) -> bool:
-    """Train from a recipe; false if it was interrupted (a checkpoint is then saved).
+    """Train from a recipe, a file or a bundled name; false if interrupted (and saved).
 
     Raises ``ValueError`` in one sentence for anything wrong in recipe, data or target, and
     ``ParityError`` if a checkpoint does not do what the training graph does.
     """
     here = processes or Processes()
-    recipe = read_recipe(path, overrides)
+    recipe = read_recipe(recipe_source, overrides)
     if dry_run:
         folder = recipe.output.folder
         tried = folder.with_name(f"{folder.name}-dry-run")
@@ -46,24 +48,37 @@ def run_training(
         shutil.rmtree(tried, ignore_errors=True)
     check_output(recipe, resume)
     check_processes(recipe, here)
+    load_tracker(recipe)  # whether it is there is better known before hours of loading
+    console = Console(stderr=True, quiet=(quiet and not dry_run) or not here.first, markup=False)
+    if dry_run and recipe.features.backend == "hf" and (said := describe_target(recipe)):
+        console.print(said, highlight=False, soft_wrap=True)
     run = here.together(lambda: build_run(recipe, allow))
     assert run is not None
-    console = Console(stderr=True, quiet=(quiet and not dry_run) or not here.first, markup=False)
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip())
-    for line in describe_run(run):
-        console.print(line, highlight=False)
+    expected = run.recipe.target.expected
+    for line in [*describe_expected(expected, run.target.text_config), *describe_run(run)]:
+        console.print(line, highlight=False, soft_wrap=True)
     if run.whole_target is None:
-        console.print(f"check of checkpoints: {WITHOUT_TARGET}", highlight=False)
+        console.print(f"check of checkpoints: {WITHOUT_TARGET}", highlight=False, soft_wrap=True)
     if dry_run:
-        with open_source(run) as source:
-            source(collate(run.samples[:1], run.target.device))
-            written = write_checkpoint(run, 0, command, {}, 0.0)
-            check_checkpoint(run, written, source)
-        console.print(
-            f"dry run: {written} loads, and drafts as the training graph does; nothing was trained"
-        )
+        try_run(run, command, console)
         return True
     return train_run(run, command, quiet=quiet, processes=here, resumed=resume)
+
+
+def try_run(run: Run, command: list[str], console: Console) -> None:
+    """Measure a micro-batch, write a checkpoint of the first weights and check it.
+
+    Raises ``ValueError`` if features or memory do not do, ``ParityError`` as training does.
+    """
+    with open_source(run) as source:
+        for line in describe_time(run, source.encode, kept_share(run)):
+            console.print(line, highlight=False, soft_wrap=True)
+        written = write_checkpoint(run, 0, command, {}, 0.0)
+        check_checkpoint(run, written, source)
+    console.print(
+        f"dry run: {written} loads, and drafts as the training graph does; nothing was trained"
+    )
 
 
 def train_run(

@@ -26,7 +26,7 @@ KEPT_STATES = 2
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 MAY_CHANGE = {
     "output", "train.threads", "train.chunk_mb", "train.feature_cache_mb", "target.device",
-    "target.name", "target.load", "target.embedding_name", "target.head_name",
+    "target.name", "target.expected", "target.load", "target.embedding_name", "target.head_name",
     "data.train", "data.validation", "data.provenance", "features",
 }  # fmt: skip
 """Recipe keys that do not change what is learnt; target and data are compared by their content."""

@@ -9,8 +9,6 @@ import click
 
 from domino_kit.commands.common import ALLOW, DEVICE, DTYPE, SGLANG_FLAGS, TRUST, exit_status
 
-RECIPE_FOLDER = Path(__file__).resolve().parents[1] / "train" / "recipes"
-
 
 @click.command()
 @click.option("--prompts", metavar="FILE|HUB",
@@ -82,10 +80,10 @@ def prepare_features(
     Says first how much it will write, and stops if the disk is too small. Started again, it goes on
     where it was interrupted.
     """
-    path, changes = _checked_recipe(recipe, overrides)
+    source, changes = _checked_recipe(recipe, overrides)
     from domino_kit.train.prepare_features import run_prepare_features
 
-    raise SystemExit(exit_status(lambda: run_prepare_features(path, changes, output, **options)))
+    raise SystemExit(exit_status(lambda: run_prepare_features(source, changes, output, **options)))
 
 
 class RecipeCommand(click.Command):
@@ -94,7 +92,10 @@ class RecipeCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Add every option of the recipe with its default."""
         from domino_kit.train.recipe import describe_options
+        from domino_kit.train.recipe_files import bundled_names, preset_names
 
+        formatter.write(f"\nBundled recipes: {', '.join(bundled_names())}; each also with ")
+        formatter.write(f"-{', -'.join(preset_names())} behind (docs/recipes.md).\n")
         formatter.write("\nRecipe options (in the YAML file, or as section.key=value):\n\n")
         formatter.write(describe_options())
 
@@ -119,7 +120,7 @@ def train(
 
     Exit status: 0; 1 if a checkpoint is not what was trained; 2 on bad input; 130 if interrupted.
     """
-    path, changes = _checked_recipe(recipe, overrides)
+    source, changes = _checked_recipe(recipe, overrides)
     if nproc_per_node > 1:
         if options["dry_run"]:
             raise ValueError("--dry-run tries one process; leave --nproc-per-node out.")
@@ -131,7 +132,9 @@ def train(
 
     def run() -> int:
         with joined_processes() as processes:
-            finished = run_training(path, changes, command=sys.argv, processes=processes, **options)
+            finished = run_training(
+                source, changes, command=sys.argv, processes=processes, **options
+            )
         return 0 if finished else 130
 
     raise SystemExit(exit_status(run))
@@ -147,30 +150,21 @@ def _without_count(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _checked_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe's file and overrides, read once for the mistakes in them.
+def _checked_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe's file or name and the overrides, read once for the mistakes in them.
 
     They are better said at once than after everything is imported, and once than by every process.
+    Without a recipe everything is an override.
     """
     from domino_kit.train.recipe import read_recipe
 
-    path, changes = _recipe_path(recipe, overrides)
-    read_recipe(path, changes)
-    return path, changes
-
-
-def _recipe_path(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe's file: a path, or a bundled name; without one, everything is an override."""
     if recipe is None:
         raise ValueError(
             "give a recipe, for example: domino train recipe.yaml output.folder=runs/a"
         )
     if "=" in recipe:
-        return None, [recipe, *overrides]
-    bundled = RECIPE_FOLDER / f"{recipe}.yaml"
-    if not Path(recipe).exists() and bundled.exists():
-        return bundled, list(overrides)
-    if not Path(recipe).exists():
-        names = ", ".join(sorted(file.stem for file in RECIPE_FOLDER.glob("*.yaml")))
-        raise ValueError(f"recipe {recipe!r} does not exist; bundled recipes are {names}.")
-    return Path(recipe), list(overrides)
+        source, changes = None, [recipe, *overrides]
+    else:
+        source, changes = recipe, list(overrides)
+    read_recipe(source, changes)
+    return source, changes
