@@ -139,9 +139,7 @@ def rollout(
     base = target.logits(rows)
     head = None
     if use_head and config.has_head:
-        head = Head(
-            target.embed, model.prefix_gru, model.embed_proj, config.pure_draft_prefix_len
-        )
+        head = Head(target.embed, model.prefix_gru, model.embed_proj)
     probs: list[Tensor] = []
 
     def draw(logits: Tensor) -> Tensor:

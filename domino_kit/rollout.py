@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from domino_kit.products import add_product, product
@@ -16,14 +17,12 @@ class Head:
     """A Domino head as a rollout reads it: the modules of a draft, or an engine's.
 
     ``embed`` gives the target's embeddings ``[..., D]``, ``gru`` is ``prefix_gru``, ``projector``
-    is ``embed_proj``; the first ``pure_prefix`` offsets stay uncorrected. ``table`` is
-    :func:`input_table` or nothing.
+    is ``embed_proj``. ``table`` is :func:`input_table` or nothing.
     """
 
     embed: Callable[[Tensor], Tensor]
     gru: Any
     projector: Any
-    pure_prefix: int = 1
     table: Tensor | None = None
 
     def next_state(self, tokens: Tensor, state: Tensor | None) -> Tensor:
@@ -73,8 +72,9 @@ def propose(
     """Proposals ``[B, n]`` from base logits ``[B, n, V]`` of hidden ``rows [B, n, D]``.
 
     Each proposal is fed back: the GRU consumes it, and the projector's correction of the next
-    offset depends on the new state. The projector's first layer is split, so its part for the
-    hidden rows is computed once for the block. Without ``head`` the base logits decide alone.
+    offset depends on the new state; offset 1 is not corrected. The projector's first layer is
+    split, so its part for the hidden rows is computed once for the block. Without ``head`` the
+    base logits decide alone.
 
     ``pool_size`` limits corrected offsets to the tokens with a request's best base logits at
     offsets 2 … n, as SGLang does; 0 is all tokens. ``choose`` draws tokens ``[B]`` from logits
@@ -84,7 +84,7 @@ def propose(
     assert not (pool_size and choose), "a pool holds the best tokens, not a distribution"
     pick = choose or _best
     count, size = rows.shape[1:]
-    if head is None or (record is None and choose is None and count <= head.pure_prefix):
+    if head is None or (record is None and count == 1):
         return torch.stack([pick(base[:, place]) for place in range(count)], dim=1)
     inner, activation, last = head.projector
     from_rows = product(rows, inner.weight[:, :size])
@@ -97,7 +97,7 @@ def propose(
     for place in range(count):
         logits = base[:, place]
         state = head.next_state(previous, state)
-        if place < head.pure_prefix:
+        if place == 0:
             previous = pick(logits)
         else:
             hidden = activation(from_rows[:, place] + product(state, inner.weight[:, size:]))
@@ -131,13 +131,14 @@ class _Vocabulary:
 
     By Cauchy-Schwarz a token gains at most the norm of its row of the projector times that of the
     projector's input, so one whose base logit plus that stays below a score already reached cannot
-    win, and its row is not read. Where the bound spares little, the rest of the block is computed
-    in full.
+    win, and its row is not read. Where the bound spares too little more often than not, the rest
+    of the block is computed in full.
     """
 
     def __init__(self, base: Tensor, last: Any) -> None:
         self.base, self.weight = base, last.weight
         self.sparing = base.device.type == "cpu" and base.dtype == torch.float32
+        self.lead = 0  # searches that were worth it, less those that were not
         if self.sparing:
             self.norms = row_norms(last)
 
@@ -152,7 +153,8 @@ class _Vocabulary:
             full = add_product(base[rest], hidden[rest], self.weight).argmax(-1)
             for row, token in zip(rest, full, strict=True):
                 found[row] = token
-            self.sparing = 2 * len(rest) < len(found)
+        self.lead += len(found) - 2 * len(rest)
+        self.sparing = self.lead >= 0
         return torch.stack([token for token in found if token is not None])
 
     def _search(self, base: Tensor, hidden: Tensor) -> Tensor | None:
@@ -160,10 +162,11 @@ class _Vocabulary:
         start = base.argmax()
         reached = base[start] + self.weight[start] @ hidden - SLACK
         bound = torch.add(base, self.norms, alpha=float(hidden.norm()))
-        able = (bound >= reached).nonzero()[:, 0]
-        if len(able) > len(base) // 8:
+        able = bound >= reached
+        if int(able.count_nonzero()) > len(base) // 8:
             return None
-        return able[(base[able] + self.weight[able] @ hidden).argmax()]
+        ids = able.nonzero()[:, 0]
+        return ids[(base[ids] + F.embedding(ids, self.weight) @ hidden).argmax()]
 
 
 def row_norms(layer: Any) -> Tensor:
@@ -194,7 +197,7 @@ class _Pool:
             return None
         ids = base.amax(1).topk(size, dim=-1, sorted=False).indices
         own = base.gather(2, ids[:, None].expand(-1, base.shape[1], -1))
-        return cls(ids, own, last[ids])
+        return cls(ids, own, F.embedding(ids, last))
 
     def best_token(self, place: int, hidden: Tensor) -> Tensor:
         """The best corrected token ``[B]`` at offset ``place + 1`` for projector input ``[B, E]``."""

@@ -19,14 +19,14 @@ def plain_rollout(
     """Proposals ``[B, n]`` by the model's own steps."""
     base = target.logits(rows)
     allowed = torch.zeros_like(base[:, 0])
-    if pool:
+    if pool and rows.shape[1] > 1:
         best = base[:, 1:].amax(1).topk(pool).indices
         allowed = torch.full_like(allowed, -torch.inf).scatter(1, best, 0.0)
     tokens, previous, state = [], anchors, model.initial_state(rows[:, 0])
     for place in range(rows.shape[1]):
         state = model.head_step(target.embed(previous), state)
         logits = base[:, place]
-        if place >= model.config.pure_draft_prefix_len:
+        if place > 0:
             logits = logits + model.correction(rows[:, place], state) + allowed
         previous = logits.argmax(-1)
         tokens.append(previous)
@@ -34,17 +34,17 @@ def plain_rollout(
 
 
 @pytest.mark.parametrize("pool", [0, 1, 9])
-@pytest.mark.parametrize("prefix", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("batch", [1, 2, 7, 33])
-def test_proposals_are_those_of_the_definition(batch: int, prefix: int, pool: int) -> None:
+def test_proposals_are_those_of_the_definition(batch: int, count: int, pool: int) -> None:
     target = tiny_target(vocab=64)
-    model = tiny_draft(block_size=8, vocab_size=64, pure_draft_prefix_len=prefix)
+    model = tiny_draft(block_size=8, vocab_size=64)
     draw = torch.Generator().manual_seed(batch)
     hidden = torch.randn(batch, 8, 32, generator=draw)
     anchors = torch.randint(64, (batch,), generator=draw)
-    wanted = plain_rollout(model, target, hidden[:, :7], anchors, pool)
-    found = decoding.rollout(model, target, hidden, anchors, 7, candidate_pool_size=pool).tokens
-    assert found.tolist() == wanted.tolist()
+    wanted = plain_rollout(model, target, hidden[:, :count], anchors, pool)
+    found = decoding.rollout(model, target, hidden, anchors, count, candidate_pool_size=pool)
+    assert found.tokens.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("shift_label", MODES)
