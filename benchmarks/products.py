@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight on a CPU: `F.linear` against `serve/cpu_linear.py: product`."""
+"""Products of a few rows with a weight on a CPU: `F.linear` against `domino_kit/products.py`."""
 
 import json
 import statistics
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from domino_kit.manifest import library_versions
-from domino_kit.serve.cpu_linear import product
+from domino_kit.products import product
 
 SHAPES = ((49152, 576, 2), (3072, 576, 30), (576, 1536, 30), (960, 576, 30), (49152, 128, 4))
 """Rows and columns of a weight, and how many different ones: more than the caches hold."""

@@ -15,6 +15,7 @@ from domino_kit import alignment
 from domino_kit.acceptance import max_proposals
 from domino_kit.kv_cache import DraftCache, SlotCache
 from domino_kit.modeling import DominoDraft
+from domino_kit.rollout import Head, propose
 from domino_kit.target import Target, TargetEnds, TargetPass
 from domino_kit.trace import Record, context_record, pick
 
@@ -122,11 +123,12 @@ def rollout(
     num_proposals: int,
     *,
     use_head: bool = True,
+    candidate_pool_size: int = 0,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
     record: Record | None = None,
 ) -> Proposal:
-    """Turn block hidden rows ``[M, K, D]`` into proposals, feeding each token back to the head.
+    """Turn block hidden rows ``[M, K, D]`` into proposals (:func:`domino_kit.rollout.propose`).
 
     The base logits of all rows come from one product. Offset 1 is plain DFlash; every later one
     adds the head's correction from the GRU state over the anchor and all earlier proposals.
@@ -135,33 +137,24 @@ def rollout(
     start = alignment.first_row(config.shift_label)
     rows = hidden[:, start : start + num_proposals]
     base = target.logits(rows)
-    use_head = use_head and config.has_head
-    sampled = sampling is not None and not sampling.greedy and sampling.proposals == "sampled"
-    tokens: list[Tensor] = []
+    head = None
+    if use_head and config.has_head:
+        head = Head(target.embed, model.prefix_gru, model.embed_proj)
     probs: list[Tensor] = []
-    seen: dict[str, list[Tensor]] = {"gru_states": [], "corrected_logits": []}
-    previous = anchor_tokens
-    state = model.initial_state(rows[:, 0]) if use_head else rows.new_empty(0)
-    for offset in range(1, num_proposals + 1):
-        logits = base[:, offset - 1]
-        if use_head:
-            state = model.head_step(target.embed(previous), state)
-            if offset > config.pure_draft_prefix_len:
-                logits = logits + model.correction(rows[:, offset - 1], state)
-            if record is not None:
-                seen["gru_states"].append(state)
-                seen["corrected_logits"].append(logits)
-        if sampled:
-            assert sampling is not None
-            probs.append(sampling.probabilities(logits))
-            previous = sample(probs[-1], generator)
-        else:
-            previous = logits.argmax(-1)
-        tokens.append(previous)
+
+    def draw(logits: Tensor) -> Tensor:
+        assert sampling is not None
+        probs.append(sampling.probabilities(logits))
+        return sample(probs[-1], generator)
+
+    sampled = sampling is not None and not sampling.greedy and sampling.proposals == "sampled"
+    tokens = propose(
+        base, rows, anchor_tokens, head,
+        pool_size=candidate_pool_size, choose=draw if sampled else None, record=record,
+    )  # fmt: skip
     if record is not None:
-        record |= {"hidden": hidden, "base_logits": base, "proposals": torch.stack(tokens, 1)}
-        record |= {stage: torch.stack(values, 1) for stage, values in seen.items() if values}
-    return Proposal(torch.stack(tokens, 1), torch.stack(probs, 1) if sampled else None)
+        record |= {"hidden": hidden, "base_logits": base, "proposals": tokens}
+    return Proposal(tokens, torch.stack(probs, 1) if sampled else None)
 
 
 def draft(

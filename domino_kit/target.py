@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from domino_kit.kv_cache import SlotCache
+from domino_kit.products import product
 
 # Config fields that scale or cap embeddings or logits, and the value at which they do nothing. A
 # draft reads raw embeddings and raw head products, so such a target would be learnt wrongly.
@@ -194,7 +195,7 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits ``[..., V]`` of normed hidden rows."""
-        return self.head(hidden)
+        return product(hidden, self.head.weight)
 
     # -- passes --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from domino_kit.fingerprint import INDEX_NAME, LAYER, WEIGHTS_NAME
+from domino_kit.products import product
 from domino_kit.target import check_scaling
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -57,7 +58,7 @@ class StoredEnds:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits ``[..., V]`` of normed hidden rows."""
-        return self.head(hidden)
+        return product(hidden, self.head.weight)
 
 
 def read_ends(

@@ -3,9 +3,18 @@
 import itertools
 
 import pytest
+import torch
 
+from domino_kit.acceptance import leading_run
 from domino_kit.decoding import generate
-from domino_kit.replay import KnownAnswer, replay
+from domino_kit.replay import (
+    KnownAnswer,
+    block_rows,
+    known_runs,
+    project,
+    propose_at,
+    replay,
+)
 from tests.tiny import random_prompts, tiny_draft, tiny_target
 
 FLAGS = list(itertools.product([True, False], [True, False]))
@@ -48,3 +57,35 @@ def test_other_numbers_of_proposals(num_proposals: int) -> None:
 
 def test_a_one_token_answer_takes_no_step() -> None:
     assert replay(tiny_target(), tiny_draft(), [KnownAnswer([3, 4], [5])]) == [[]]
+
+
+def test_one_pass_drafts_wherever_many_texts_stand() -> None:
+    """Texts of all lengths together, each finishing at its own time, and in the caller's order."""
+    target, model = tiny_target(vocab=12), tiny_draft(vocab_size=12)
+    prompts = random_prompts(40, vocab=12)
+    plain = generate(target, None, prompts, 25, [])
+    lengths = [1 + place * 7 % 25 for place in range(40)]
+    texts = [KnownAnswer(p, a.tokens[:n]) for p, a, n in zip(prompts, plain, lengths, strict=True)]
+    together = replay(target, model, texts, batch_size=40)
+    assert together == [replay(target, model, [text])[0] for text in texts]
+
+
+@pytest.mark.parametrize("use_head", [True, False])
+@pytest.mark.parametrize("shift_label", [True, False])
+def test_known_runs_are_those_of_free_running_proposals(shift_label: bool, use_head: bool) -> None:
+    """At every position, also of a text that the target would not write."""
+    target = tiny_target(vocab=6)
+    model = tiny_draft(shift_label, vocab_size=6, block_size=5)
+    text = KnownAnswer([2, 3, 4], torch.randint(6, (60,), generator=torch.Generator()).tolist())
+    ids = torch.tensor([text.tokens])
+    context = project(model, target.encode(ids, torch.ones_like(ids)).features)
+    anchors, ends = torch.arange(3, 62), torch.tensor([62])
+    free = propose_at(target, model, context, ids[0], anchors, 4, use_head=use_head)
+    hidden = block_rows(target, model, context, ids, anchors[None])
+    found = known_runs(target, model, hidden, ids, anchors[None], ends, 4, use_head)
+    wanted = [
+        leading_run(proposals, text.tokens[anchor + 1 :])
+        for anchor, proposals in zip(anchors.tolist(), free.tolist(), strict=True)
+    ]
+    assert found[0].tolist() == wanted
+    assert len(set(wanted)) > 2

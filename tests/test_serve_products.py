@@ -1,4 +1,4 @@
-"""Products of a few rows against ``F.linear``, and which modules are switched to them."""
+"""Which modules of a served model are switched to products that suit a few rows."""
 
 from types import SimpleNamespace
 
@@ -18,15 +18,10 @@ from domino_kit.serve.cpu_linear import (
     CpuEmbeddingMethod,
     CpuLinear,
     CpuLinearMethod,
-    product,
     use_fast_products,
 )
 
 pytestmark = pytest.mark.sglang
-
-SHAPES = [(96, 24), (24, 96), (40, 40), (1, 16), (16, 1)]
-"""Weights that are tall, wide, square, and of one row or column."""
-
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     draw = torch.Generator().manual_seed(sum(shape))
@@ -38,54 +33,6 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     if wanted.numel():
         assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", range(21))
-def test_product_equals_linear(rows: int, shape: tuple[int, int]) -> None:
-    x, weight = numbers(rows, shape[1]), numbers(*shape)
-    found = product(x, weight)
-    assert found.is_contiguous()
-    assert_close(found, F.linear(x, weight))
-    assert_close(found, (x.double() @ weight.double().t()).float())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", range(21))
-def test_product_in_bfloat16_is_linear(rows: int, shape: tuple[int, int]) -> None:
-    """Every bit, so that a bfloat16 target answers as without this."""
-    x = numbers(rows, shape[1], dtype=torch.bfloat16)
-    weight = numbers(*shape, dtype=torch.bfloat16)
-    found = product(x, weight)
-    assert found.is_contiguous()
-    assert torch.equal(found, F.linear(x, weight))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("outer", [(1, 1), (2, 3), (4, 5), (3, 0), (0, 3), (2, 1, 2), ()])
-def test_product_of_other_dimensions(outer: tuple[int, ...], shape: tuple[int, int]) -> None:
-    x, weight = numbers(*outer, shape[1]), numbers(*shape)
-    found = product(x, weight)
-    assert found.is_contiguous()
-    assert_close(found, F.linear(x, weight))
-
-
-@pytest.mark.parametrize("rows", [1, 3, 12])
-def test_product_of_views(rows: int) -> None:
-    """Rows cut out of blocks, and a weight that is a part of a larger one."""
-    x, weight = numbers(2, rows + 2, 24)[:, 1:-1], numbers(30, 40)[4:, 8:32]
-    assert not x.is_contiguous() and not weight.is_contiguous()
-    found = product(x, weight)
-    assert found.is_contiguous()
-    assert_close(found, F.linear(x, weight))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_product_changes_no_input_and_owns_its_result(rows: int) -> None:
-    x, weight = numbers(rows, 24), numbers(96, 24)
-    before = x.clone(), weight.clone()
-    product(x, weight).fill_(7)
-    assert torch.equal(x, before[0]) and torch.equal(weight, before[1])
 
 
 def test_every_plain_layer_of_a_model_is_switched() -> None:

@@ -4,7 +4,7 @@ import torch
 
 from domino_kit.acceptance import Acceptance, teacher_forced_accept_length
 from domino_kit.modeling import DominoDraft
-from domino_kit.replay import KnownAnswer, replay_features
+from domino_kit.replay import KnownAnswer, project, walk
 from domino_kit.target import TargetEnds
 from domino_kit.train.dataset import Sample, anchor_generators, collate
 from domino_kit.train.features import FeatureSource
@@ -45,7 +45,7 @@ def validate(
     model.eval()
     own = processes.share(rows)
     metrics = teacher_forced(recipe, model, target, source, own, processes)
-    runs = replayed(model, target, source, own)
+    runs = replayed(model, target, source, own, recipe.train.batch_size)
     for name, mine in runs.items():
         everyone = [run for part in processes.gather(mine) for run in part]
         stats = Acceptance.of(everyone, model.config.num_proposals)
@@ -55,20 +55,30 @@ def validate(
 
 
 def replayed(
-    model: DominoDraft, target: TargetEnds, source: FeatureSource, rows: list[Sample]
+    model: DominoDraft,
+    target: TargetEnds,
+    source: FeatureSource,
+    rows: list[Sample],
+    batch_size: int,
 ) -> dict[str, list[int]]:
     """Accepted runs of all answers in ``rows``, from the features that training reads."""
     runs: dict[str, list[int]] = {"replay": []}
     if model.config.has_head:
         runs["replay_head_off"] = []
-    for sample in rows:
-        features = source(collate([sample], target.device)).features
-        for text in known_answers(sample):
+    for start in range(0, len(rows), batch_size):
+        samples = rows[start : start + batch_size]
+        features = source(collate(samples, target.device)).features
+        with compute_dtype(target):
+            texts = [(row, text) for row, each in enumerate(samples) for text in known_answers(each)]
+            contexts = [
+                project(model, features[row : row + 1, : len(text.tokens)]) for row, text in texts
+            ]
             for name, found in runs.items():
-                with compute_dtype(target):
-                    found += replay_features(
-                        target, model, text, features, use_head=name == "replay"
-                    )
+                for each in walk(
+                    target, model, [text for _, text in texts], contexts,
+                    use_head=name == "replay",
+                ):  # fmt: skip
+                    found += each
     return runs
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 WORKER = "sglang.srt.speculative.dflash_worker_v2"
 DRAFT = "sglang.srt.models.dflash"
 LLAMA = "sglang.srt.models.llama"
-ROLLOUT = "domino_kit.serve.cpu_rollout"
+SERVED, ROLLOUT = "domino_kit.serve.cpu_rollout", "domino_kit.rollout"
 
 
 class Edit(NamedTuple):
@@ -78,22 +78,17 @@ PLANTED = [
         "served_causal", "domino_kit.serve.attention",
         "layer.attn_type != AttentionType.ENCODER_ONLY", "True",
     ),
-    Edit("served_label_mode", ROLLOUT, "0 if shift_label else 1", "1 if shift_label else 0"),
+    Edit("served_label_mode", SERVED, "0 if shift_label else 1", "1 if shift_label else 0"),
     Edit(
-        "served_gru_late", ROLLOUT, "torch.gru_cell(target_embedding(bonus_tokens), zeros, *weights)",
-        "zeros",
+        "served_gru_late", ROLLOUT, "head.next_state(previous, state)",
+        "head.next_state(tokens[-2] if tokens[1:] else anchor_tokens, state) if states "
+        "else rows.new_zeros(len(rows), head.gru.hidden_size)",
     ),
-    Edit(
-        "served_gru_late", ROLLOUT, "target_embedding(tokens[-1])",
-        "target_embedding(tokens[-2] if len(tokens) > 1 else bonus_tokens)",
-    ),
-    Edit("served_gru_reset", ROLLOUT, "states[-1]", "zeros", after=", *weights))"),
-    Edit("served_concat_order", ROLLOUT, "inner[:, :size]", "inner[:, prefix_gru.hidden_size :]"),
-    Edit("served_concat_order", ROLLOUT, "inner[:, size:]", "inner[:, : prefix_gru.hidden_size]"),
-    Edit(
-        "served_head_ignored", ROLLOUT, "product(hidden, last) + base[:, step]", "base[:, step]",
-    ),
-    Edit("served_pool", ROLLOUT, "candidate_pool_size", "8", before="last, ", after=")"),
+    Edit("served_gru_reset", ROLLOUT, "state", "None", before="(previous, ", after=")"),
+    Edit("served_concat_order", ROLLOUT, "inner.weight[:, :size]", "inner.weight[:, -size:]"),
+    Edit("served_concat_order", ROLLOUT, "inner.weight[:, size:]", "inner.weight[:, :-size]"),
+    Edit("served_head_ignored", ROLLOUT, "add_product(logits, hidden, last.weight)", "logits"),
+    Edit("served_pool", SERVED, "candidate_pool_size", "8", before="pool_size=", after=","),
     # while loading: all at once, in a server of their own
     Edit(
         "loaded_wrong", "sglang.srt.layers.rotary_embedding.base", "self._compute_cos_sin_cache()",
