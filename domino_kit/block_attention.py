@@ -54,13 +54,17 @@ class BlockMask:
         return [q.new_empty(size) for _ in range(2)]
 
 
+def group_size(device: torch.device) -> int:
+    """Blocks a group on a device."""
+    return GROUP_BLOCKS if device.type == "cpu" else GPU_GROUP_BLOCKS
+
+
 def block_mask(visible: Tensor, block_size: int, group_blocks: int | None = None) -> BlockMask:
     """The mask of blocks that see the context where ``visible [B, N, S]`` says so.
 
     Any visibility is allowed; anchors in increasing order make the groups cheap.
     """
-    if group_blocks is None:
-        group_blocks = GROUP_BLOCKS if visible.device.type == "cpu" else GPU_GROUP_BLOCKS
+    group_blocks = group_blocks or group_size(visible.device)
     batch, blocks, _ = visible.shape
     missing = -blocks % group_blocks
     wide = F.pad(visible, (0, 0, 0, missing)).unflatten(1, (-1, group_blocks))

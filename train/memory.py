@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from domino_kit.block_attention import group_size
 from domino_kit.checkpoint import HEAD_PREFIXES
 from domino_kit.train.objective import chunk_rows, logit_arrays
 from domino_kit.train.setup import Run
@@ -28,15 +29,15 @@ def estimate(run: Run) -> Memory:
 
     Draft: weights, gradient and two AdamW moments in float32. Logits: one chunk. Activations:
     what a layer keeps for the backward pass, about 16 hidden rows and 5 MLP rows a block row, and
-    the attention probabilities over context and blocks.
+    the scores of one group of blocks.
     """
     recipe, config = run.recipe, run.model.config
     rows = recipe.train.batch_size * recipe.train.num_anchors * config.block_size
     length = min(recipe.data.max_length, max(len(s.input_ids) for s in run.samples))
     width = run.target.embedding.weight.element_size()
     per_row = 16 * config.hidden_size + 5 * config.intermediate_size
-    keys = length + recipe.train.num_anchors * config.block_size
-    attention = rows * keys * (config.num_attention_heads + 1)
+    group = min(recipe.train.num_anchors, group_size(run.target.device)) * config.block_size
+    scores = 2 * group * config.num_attention_heads * (length + config.block_size)
     arrays = logit_arrays(recipe.train.distill != "none")
     chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb, arrays))
     token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
@@ -45,7 +46,7 @@ def estimate(run: Run) -> Memory:
         target=run.target.num_bytes,
         draft=16 * sum(p.numel() for p in run.model.parameters()),
         logits=chunk * config.vocab_size * 4 * arrays,
-        activations=config.num_hidden_layers * (rows * per_row + attention) * width,
+        activations=(config.num_hidden_layers * rows * per_row + scores) * width,
         features=min(recipe.train.feature_cache_mb * 2**20, tokens * token_bytes),
     )
 
