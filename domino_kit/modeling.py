@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from domino_kit import alignment
+from domino_kit.block_attention import BlockMask, block_attention, block_mask
 from domino_kit.config import DraftConfig
 from domino_kit.trace import Record, context_record
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one layer, each ``[B, kv_heads, length, head_dim]``."""
+
+
+Visible = Tensor | BlockMask
+"""What rows see: bool ``[B, Q, S + Q]``, or the same of whole blocks without such an array."""
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -79,18 +84,20 @@ class Attention(nn.Module):
         return rotate(keys, tables), values
 
     def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], context: KeyValue, visible: Tensor
+        self, x: Tensor, tables: tuple[Tensor, Tensor], context: KeyValue, visible: Visible
     ) -> Tensor:
         batch, length, _ = x.shape
         queries = self.q_norm(self.q_proj(x).view(batch, length, self.heads, self.head_dim))
         queries = rotate(queries.transpose(1, 2), tables)
-        block_keys, block_values = self.key_value(x, tables)
-        keys = torch.cat([context[0], block_keys], dim=2)
-        values = torch.cat([context[1], block_values], dim=2)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        block = self.key_value(x, tables)
+        if isinstance(visible, BlockMask):
+            out = block_attention(queries, context, block, visible)
+        else:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, block, strict=True))
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
+            ).transpose(1, 2)
+        return self.o_proj(out.reshape(batch, length, -1))
 
 
 class MLP(nn.Module):
@@ -118,7 +125,7 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], context: KeyValue, visible: Tensor
+        self, x: Tensor, tables: tuple[Tensor, Tensor], context: KeyValue, visible: Visible
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), tables, context, visible)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -170,12 +177,13 @@ class DominoDraft(nn.Module):
         return [layer.self_attn.key_value(context, tables) for layer in self.layers]  # type: ignore[operator, union-attr]
 
     def block_hidden(
-        self, embeds: Tensor, positions: Tensor, context: Sequence[KeyValue], visible: Tensor
+        self, embeds: Tensor, positions: Tensor, context: Sequence[KeyValue], visible: Visible
     ) -> Tensor:
         """Normed hidden rows ``[B, Q, D]`` of Q block rows, the input of both output heads.
 
         ``embeds`` is ``[B, Q, D]`` (the target's embeddings), ``positions`` ``[B, Q]``,
-        ``visible`` bool ``[B, Q, S + Q]`` (:func:`domino_kit.alignment.visibility`).
+        ``visible`` bool ``[B, Q, S + Q]`` (:func:`domino_kit.alignment.visibility`), or the same as
+        a :class:`~domino_kit.block_attention.BlockMask`, whose blocks cost no more than they see.
         """
         tables = self._tables(positions)
         x = embeds
@@ -228,9 +236,10 @@ class DominoDraft(nn.Module):
         """
         batch, num_anchors, block_size, size = block_embeds.shape
         positions = alignment.block_positions(anchors, block_size).flatten(1)
-        visible = alignment.visibility(anchors, context_positions, block_size)
+        visible = alignment.context_visibility(anchors, context_positions)
         context = self.context_kv(features, context_positions, record)
-        hidden = self.block_hidden(block_embeds.flatten(1, 2), positions, context, visible)
+        mask = block_mask(visible, block_size)
+        hidden = self.block_hidden(block_embeds.flatten(1, 2), positions, context, mask)
         if record is not None:
             record |= {"block_positions": positions, **context_record(context)}
         return hidden.view(batch, num_anchors, block_size, size)

@@ -76,9 +76,7 @@ def replay(
     return runs
 
 
-def _contexts(
-    target: Target, model: DominoDraft, texts: list[KnownAnswer]
-) -> list[list[KeyValue]]:
+def _contexts(target: Target, model: DominoDraft, texts: list[KnownAnswer]) -> list[list[KeyValue]]:
     """Every text's keys and values, from target passes over texts of increasing length."""
     found: list[list[KeyValue]] = []
     while len(found) < len(texts):

@@ -243,15 +243,13 @@ def _windowed(patch: Patch) -> None:
 
 
 def _causal(patch: Patch) -> None:
-    right = alignment.visibility
+    def mask(visible: Tensor, block_size: int) -> Tensor:
+        batch, blocks, _ = visible.shape
+        own = [torch.ones(block_size, block_size, dtype=torch.bool).tril()] * blocks
+        own_block = torch.block_diag(*own).bool().expand(batch, -1, -1)
+        return torch.cat([visible.repeat_interleave(block_size, dim=1), own_block], dim=-1)
 
-    def visible(anchors: Tensor, positions: Tensor, block_size: int) -> Tensor:
-        seen = right(anchors, positions, block_size)
-        rows = seen.shape[1]
-        seen[:, :, -rows:] &= torch.ones(rows, rows, dtype=torch.bool).tril()
-        return seen
-
-    patch.setattr(alignment, "visibility", visible)
+    patch.setattr(modeling, "block_mask", mask)
 
 
 def _pre_norm_head(patch: Patch) -> None:

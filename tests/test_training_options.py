@@ -132,46 +132,6 @@ def test_gradcheck_in_float64(distill: Distill) -> None:
     assert torch.autograd.gradcheck(total, (rows.hidden, rows.low_rank, projection))
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-@pytest.mark.parametrize("with_head", [True, False])
-def test_defaults_are_the_plain_objective_bit_for_bit(chunk: int, with_head: bool) -> None:
-    """The chunks, the products and the order of sums that were there before the options."""
-    rows, head, projection = make_rows(torch.float32, with_head)
-    used = rows.weights > 0
-    hidden, labels, weights = rows.hidden[used], rows.labels[used], rows.weights[used, None]
-    grad_hidden, grad_last = torch.zeros_like(hidden), torch.zeros(V, E)
-    sums = torch.zeros(2)
-
-    def losses(logits: Tensor, part: slice, factor: float) -> tuple[Tensor, Tensor]:
-        label, weight = labels[part, None], weights[part]
-        normaliser = logits.logsumexp(-1, keepdim=True)
-        grad = (logits - normaliser).exp() * (factor * weight)
-        grad.scatter_add_(1, label, -factor * weight)
-        return ((normaliser - logits.gather(1, label)) * weight).sum(), grad
-
-    with torch.no_grad():
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            base = hidden[part] @ head.T
-            value, grad = losses(base, part, 0.3 if with_head else 1.0)
-            sums[1] += value
-            if rows.low_rank is not None and projection is not None:
-                low = rows.low_rank[used][part]
-                value, grad_final = losses(base + low @ projection.T, part, 1.0 - 0.3)
-                grad += grad_final
-                grad_last += grad_final.T @ low
-                sums[0] += value
-            grad_hidden[part] = grad @ head
-    loss = dual_cross_entropy(rows, head, projection, 0.3, chunk)
-    loss.total.backward()
-    assert rows.hidden.grad is not None
-    assert torch.equal(rows.hidden.grad[used], grad_hidden)
-    assert projection is None or torch.equal(projection.grad, grad_last)  # type: ignore[arg-type]
-    expected = (1.0 - 0.3) * sums[0] + 0.3 * sums[1] if with_head else sums[1]
-    assert torch.equal(loss.total.detach(), expected)
-    assert loss.divisor == float(rows.weights.sum())
-
-
 def test_dpace_by_hand() -> None:
     """Two rows that count, alpha 0.5, confidences 0.2 and 0.6: c = 0.6 and 0.8."""
     place = torch.tensor([5, 7])

@@ -30,27 +30,24 @@ def teacher_probabilities(logits: Tensor, distill: Distill, dtype: torch.dtype) 
     return torch.zeros_like(wide).scatter_(-1, index, best.softmax(-1))
 
 
-def divergence(
-    logits: Tensor, teacher: Tensor, weight: Tensor, factor: float, distill: Distill
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of divergences from ``teacher`` p, and ``factor`` times its gradient ``[R, V]``.
+def divergence(logits: Tensor, teacher: Tensor, distill: Distill) -> tuple[Tensor, Tensor]:
+    """Each row's divergence from ``teacher`` p ``[R, 1]``, and its gradient by the logits ``[R, V]``.
 
     With ``q = softmax(logits / T)``: ``forward_kl`` is ``T² · Σ p (log p - log q)``, whose gradient
     is ``T (q - p)`` (T² keeps its size independent of T: Hinton et al., arXiv:1503.02531);
     ``total_variation`` is ``½ Σ |p - q|``, one minus the chance that sampled verification keeps a
     draft (Leviathan et al., arXiv:2211.17192), with gradient ``q (s - Σ q s) / T`` where
-    ``s = ½ sign(q - p)``. ``weight`` is ``[R, 1]``; ``logits`` is left as it is.
+    ``s = ½ sign(q - p)``. ``logits`` are left as they are.
     """
     heat = distill.temperature
-    log_q = (logits.to(weight.dtype) / heat).log_softmax(-1)
+    log_q = (logits / heat).log_softmax(-1)
     if distill.kind == "forward_kl":
         rows = torch.xlogy(teacher, teacher).sum(-1, keepdim=True)
         rows = rows - torch.linalg.vecdot(teacher, log_q).unsqueeze(-1)
-        grad = log_q.exp_().sub_(teacher).mul_(heat * factor * weight)
-        return (heat**2 * rows * weight).sum(), grad
+        return heat**2 * rows, log_q.exp_().sub_(teacher).mul_(heat)
     q = log_q.exp_()
     gap = q - teacher
     rows = gap.abs().sum(-1, keepdim=True) / 2
     side = gap.sign_().mul_(0.5)
     side -= torch.linalg.vecdot(q, side).unsqueeze(-1)
-    return (rows * weight).sum(), q.mul_(side).mul_(factor / heat * weight)
+    return rows, q.mul_(side).div_(heat)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from domino_kit.block_attention import group_size
 from domino_kit.checkpoint import HEAD_PREFIXES
 from domino_kit.modeling import DominoDraft
 from domino_kit.train.objective import chunk_rows, logit_arrays
@@ -32,7 +33,7 @@ def estimate(run: Run) -> Memory:
 
     Draft: weights, gradient and two AdamW moments in float32. Logits: one chunk. Activations:
     what a layer keeps for the backward pass, about 16 hidden rows and 5 MLP rows a block row, and
-    the attention probabilities over context and blocks.
+    the scores of one group of blocks.
     """
     recipe, config = run.recipe, run.model.config
     anchors = min(recipe.train.num_anchors, max(sum(s.loss_mask) for s in run.samples))
@@ -40,8 +41,8 @@ def estimate(run: Run) -> Memory:
     length = min(recipe.data.max_length, max(len(s.input_ids) for s in run.samples))
     width = run.target.embedding.weight.element_size()
     per_row = 16 * config.hidden_size + 5 * config.intermediate_size
-    keys = length + anchors * config.block_size
-    attention = rows * keys * (config.num_attention_heads + 1)
+    group = min(anchors, group_size(run.target.device)) * config.block_size
+    scores = 2 * group * config.num_attention_heads * (length + config.block_size)
     arrays = logit_arrays(recipe.train.distill != "none")
     chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb, arrays))
     token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
@@ -50,7 +51,7 @@ def estimate(run: Run) -> Memory:
         target=run.target.num_bytes,
         draft=16 * sum(p.numel() for p in run.model.parameters()),
         logits=chunk * config.vocab_size * 4 * arrays,
-        activations=config.num_hidden_layers * (rows * per_row + attention) * width,
+        activations=(config.num_hidden_layers * rows * per_row + scores) * width,
         features=min(recipe.train.feature_cache_mb * 2**20, tokens * token_bytes),
     )
 

@@ -59,7 +59,11 @@ def lambda_base(step: int, horizon: int, start: float, decay_ratio: float) -> fl
 
 
 def logit_arrays(distill: bool) -> int:
-    """Float32 arrays ``[rows, V]`` that a chunk needs at once; a teacher doubles them."""
+    """Float32 arrays ``[rows, V]`` that a chunk needs at once, at most; a teacher doubles them.
+
+    Base and final logits, which become their gradients in place, and what bfloat16 copies of both
+    take.
+    """
     return 6 if distill else 3
 
 
@@ -90,8 +94,20 @@ def dual_cross_entropy(
     place = used.nonzero().flatten()
     low_rank = None if rows.low_rank is None else rows.low_rank[used]
     wanted = None if distill is None or rows.wanted is None else rows.wanted[used]
+    learns = torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in (rows.hidden, low_rank, projection)
+    )
     work = _Work(
-        head, rows.labels[used], rows.weights[used], place, wanted, lam, chunk, dpace, distill
+        head,
+        rows.labels[used],
+        rows.weights[used],
+        place,
+        wanted,
+        lam,
+        chunk,
+        dpace,
+        distill,
+        learns,
     )
     total, final, base, final_ok, base_ok, weights = _ChunkedDualCrossEntropy.apply(
         rows.hidden[used], low_rank, projection, work
@@ -104,7 +120,10 @@ def dual_cross_entropy(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the chunks need and no gradient reaches; ``place`` are the rows among all blocks'."""
+    """What the chunks need and no gradient reaches; ``place`` are the rows among all blocks'.
+
+    Without ``learns`` no gradient is computed.
+    """
 
     head: Tensor
     labels: Tensor
@@ -115,6 +134,12 @@ class _Work:
     chunk: int
     dpace: Dpace | None
     distill: Distill | None
+    learns: bool
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of everything that sums over the vocabulary: at least float32."""
+        return torch.promote_types(self.head.dtype, torch.float32)
 
     def parts(self) -> list[slice]:
         """The chunks; under D-PACE each holds whole blocks, since their rows' weights hang together."""
@@ -129,54 +154,91 @@ class _Work:
         ]
         return [slice(start, stop) for start, stop in pairwise([*cuts, len(block)])]
 
-    def weigh(self, final: Tensor, part: slice) -> Tensor:
-        """The weights ``[R, 1]`` of a chunk's rows, given its final logits ``[R, V]``."""
-        wide = torch.promote_types(self.head.dtype, torch.float32)
-        if self.dpace is None:
-            return self.weights[part, None].to(wide)
-        logits, label = final.to(wide), self.labels[part, None]
-        confidence = (logits.gather(1, label) - logits.logsumexp(-1, keepdim=True)).exp()
-        return self.dpace.weights(confidence[:, 0], self.place[part])[:, None]
-
-    def losses(
-        self, logits: Tensor, part: slice, weight: Tensor, factor: float, teacher: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted sum of a chunk's losses, and ``factor`` times its gradient; consumes ``logits``."""
-        if self.distill is None or teacher is None:
-            return _cross_entropy(logits, self.labels[part, None], weight, factor)
-        mix = self.distill.mix
-        soft, grad = divergence(logits, teacher, weight, factor * mix, self.distill)
-        if mix == 1:
-            return soft, grad
-        hard, grad_hard = _cross_entropy(
-            logits, self.labels[part, None], weight, factor * (1 - mix)
-        )
-        return (1 - mix) * hard + mix * soft, grad.add_(grad_hard)
-
-    def teacher(self, part: slice, dtype: torch.dtype) -> Tensor | None:
+    def teacher(self, part: slice) -> Tensor | None:
         """The target's distribution at a chunk's rows ``[R, V]``; kept for this chunk only."""
         if self.distill is None:
             return None
         assert self.wanted is not None, "distillation needs the target's hidden rows"
         logits = self.wanted[part].to(self.head.dtype) @ self.head.T
-        return teacher_probabilities(logits, self.distill, dtype)
+        return teacher_probabilities(logits, self.distill, self.wide)
 
-    def both(
-        self, base: Tensor, final: Tensor | None, part: slice
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Base and final loss, the gradients of base and final logits, and the weights ``[R, 1]``.
+    def measure(self, logits: Tensor, part: slice, teacher: Tensor | None) -> "_Measured":
+        """Losses and gradient of a chunk's ``logits [R, V]``, which are consumed."""
+        label = self.labels[part, None]
+        if self.distill is None or teacher is None:
+            hard, correct = _cross_entropy(logits, label)
+            return _Measured(hard, hard, correct, logits)
+        mix = self.distill.mix
+        soft, grad = divergence(logits, teacher, self.distill)
+        hard, correct = _cross_entropy(logits, label)
+        grad.mul_(mix).add_(logits, alpha=1 - mix)
+        return _Measured((1 - mix) * hard + mix * soft, hard, correct, grad)
 
-        Both losses use the same weights. A draft without head has no ``final``, and one loss.
-        """
-        weight = self.weigh(base if final is None else final, part)
-        teacher = self.teacher(part, weight.dtype)
-        if final is None:
-            loss, grad = self.losses(base, part, weight, 1.0, teacher)
-            return loss, loss, grad, None, weight
-        final_loss, grad_final = self.losses(final, part, weight, 1.0 - self.lam, teacher)
-        base_loss, grad = self.losses(base, part, weight, self.lam, teacher)
-        grad += grad_final
-        return base_loss, final_loss, grad, grad_final, weight
+    def weigh(self, final: "_Measured", part: slice) -> Tensor:
+        """The weights ``[R, 1]`` of a chunk's rows, given their final losses."""
+        if self.dpace is None:
+            return self.weights[part, None].to(self.wide)
+        confidence = final.cross_entropy.neg().exp()
+        return self.dpace.weights(confidence[:, 0], self.place[part])[:, None]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A chunk's rows by one head: ``loss [R, 1]``, the cross-entropy in it, whether the label is
+    the best token ``[R]``, and the gradient of ``loss`` by the logits ``[R, V]``."""
+
+    loss: Tensor
+    cross_entropy: Tensor
+    correct: Tensor
+    grad: Tensor
+
+
+class _Sums:
+    """What all chunks add up to: losses, flags and gradients."""
+
+    def __init__(
+        self, work: _Work, hidden: Tensor, low_rank: Tensor | None, projection: Tensor | None
+    ) -> None:
+        self.base = hidden.new_zeros((), dtype=work.wide)
+        self.final = self.base.clone()
+        self.final_ok = torch.zeros_like(work.labels, dtype=torch.bool)
+        self.base_ok = torch.zeros_like(self.final_ok)
+        self.weights = torch.zeros_like(work.weights, dtype=work.wide)
+        self.grad_hidden = self.grad_low = self.grad_projection = None
+        if work.learns:
+            self.grad_hidden = torch.zeros_like(hidden)
+            self.grad_low = None if low_rank is None else torch.zeros_like(low_rank)
+            if projection is not None:
+                self.grad_projection = torch.zeros_like(projection, dtype=work.wide)
+
+
+def _add_chunk(
+    sums: _Sums, work: _Work, part: slice, hidden: Tensor, low: Tensor | None, last: Tensor | None
+) -> None:
+    """Compute a chunk's logits, losses and gradients; its logits are gone afterwards."""
+    head, lam = work.head, work.lam
+    base, final = hidden @ head.T, None
+    if low is not None and last is not None:
+        final = torch.addmm(base, low, last.T).to(work.wide)
+    teacher = work.teacher(part)
+    first = work.measure(base.to(work.wide), part, teacher)
+    del base
+    second = first if final is None else work.measure(final, part, teacher)
+    del teacher
+    weight = work.weigh(second, part)
+    sums.base_ok[part], sums.final_ok[part] = first.correct, second.correct
+    sums.base += (first.loss * weight).sum()
+    sums.final += (second.loss * weight).sum()
+    sums.weights[part] = weight[:, 0]
+    if sums.grad_hidden is None:
+        return
+    grad = first.grad.mul_(weight if final is None else lam * weight)
+    if final is not None and sums.grad_low is not None and sums.grad_projection is not None:
+        assert low is not None and last is not None
+        grad += (grad_final := second.grad.mul_((1.0 - lam) * weight))
+        sums.grad_low[part] = grad_final.to(head.dtype) @ last
+        _add_product(sums.grad_projection, grad_final, low)
+    sums.grad_hidden[part] = (grad.to(head.dtype) @ head).to(hidden.dtype)
 
 
 class _ChunkedDualCrossEntropy(torch.autograd.Function):
@@ -190,66 +252,56 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, low_rank: Tensor | None, projection: Tensor | None, work: _Work
     ) -> tuple[Tensor, ...]:
-        head, lam = work.head, work.lam
-        wide = torch.promote_types(head.dtype, torch.float32)
-        grad_hidden = torch.zeros_like(hidden)
-        grad_low = None if low_rank is None else torch.zeros_like(low_rank)
-        grad_projection = None if projection is None else torch.zeros_like(projection, dtype=wide)
-        base_sum = hidden.new_zeros((), dtype=wide)
-        final_sum = base_sum.clone()
-        final_ok = torch.zeros_like(work.labels, dtype=torch.bool)
-        base_ok = torch.zeros_like(final_ok)
-        weights = torch.zeros_like(work.weights, dtype=wide)
+        sums = _Sums(work, hidden, low_rank, projection)
+        dtype = work.head.dtype
+        last = None if projection is None else projection.to(dtype)
         for part in work.parts():
-            base, final = hidden[part].to(head.dtype) @ head.T, None
-            if low_rank is not None and projection is not None:
-                low, last = low_rank[part].to(head.dtype), projection.to(head.dtype)
-                final = base + low @ last.T
-            base_ok[part] = base.argmax(-1) == work.labels[part]
-            final_ok[part] = (
-                base_ok[part] if final is None else final.argmax(-1) == work.labels[part]
-            )
-            base_loss, final_loss, grad, grad_final, weight = work.both(base, final, part)
-            grad_hidden[part] = (grad.to(head.dtype) @ head).to(hidden.dtype)
-            if grad_final is not None and grad_low is not None and grad_projection is not None:
-                grad_final = grad_final.to(head.dtype)
-                grad_low[part] = (grad_final @ last).to(grad_low.dtype)
-                grad_projection += grad_final.T @ low
-            weights[part] = weight[:, 0]
-            base_sum += base_loss
-            final_sum += final_loss
-        if projection is not None and grad_projection is not None:
-            grad_projection = grad_projection.to(projection.dtype)
-        ctx.save_for_backward(grad_hidden, grad_low, grad_projection)
-        total = base_sum.clone() if low_rank is None else (1.0 - lam) * final_sum + lam * base_sum
-        ctx.mark_non_differentiable(final_sum, base_sum, final_ok, base_ok, weights)
-        return total, final_sum, base_sum, final_ok, base_ok, weights
+            low = None if low_rank is None else low_rank[part].to(dtype)
+            _add_chunk(sums, work, part, hidden[part].to(dtype), low, last)
+        if projection is not None and sums.grad_projection is not None:
+            sums.grad_projection = sums.grad_projection.to(projection.dtype)
+        ctx.save_for_backward(sums.grad_hidden, sums.grad_low, sums.grad_projection)
+        total = sums.base.clone()
+        if low_rank is not None:
+            total = (1.0 - work.lam) * sums.final + work.lam * sums.base
+        plain = (sums.final, sums.base, sums.final_ok, sums.base_ok, sums.weights)
+        ctx.mark_non_differentiable(*plain)
+        return total, *plain
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_low, grad_projection = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            None if grad_low is None else grad_low * scale.to(grad_low.dtype),
-            None if grad_projection is None else grad_projection * scale.to(grad_projection.dtype),
-            None,
-        )
+        found, scale = ctx.saved_tensors, grads[0]
+        if scale != 1:  # else no second copy of the projection's gradient
+            found = [None if each is None else each * scale.to(each.dtype) for each in found]
+        return *found, None
 
 
-def _cross_entropy(
-    logits: Tensor, label: Tensor, weight: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    """Weighted sum of cross-entropies, and ``factor`` times its gradient; ``logits`` is consumed.
+def _cross_entropy(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropies ``[R, 1]`` and whether each label is the best token ``[R]``.
 
-    Computed in the type of ``weight``, at least float32. ``label`` and ``weight`` are ``[R, 1]``.
+    ``logits [R, V]`` become the gradient, ``softmax - one_hot(label)``. The softmax goes over a few
+    rows at a time, so that no second array of that size exists and, on a CPU, rows stay in its
+    cache. The log-sum-exp comes out of it: ``x_best - log p_best``, exact since ``p_best >= 1/V``.
     """
-    wide = logits.to(weight.dtype)
-    normaliser = wide.logsumexp(-1, keepdim=True)
-    loss = ((normaliser - wide.gather(1, label)) * weight).sum()
-    grad = wide.sub_(normaliser).exp_().mul_(factor * weight)
-    grad.scatter_add_(1, label, -factor * weight)
-    return loss, grad
+    top, best = logits.max(-1, keepdim=True)
+    shortfall = top - logits.gather(1, label)
+    for rows in logits.split(max(1, len(logits) // 8)):
+        rows.copy_(rows.softmax(-1))
+    losses = shortfall - logits.gather(1, best).log_()
+    logits.scatter_add_(1, label, torch.full_like(losses, -1.0))
+    return losses, (best == label)[:, 0]
+
+
+def _add_product(total: Tensor, grad: Tensor, low: Tensor) -> None:
+    """``total [V, E] += gradᵀ [V, R] @ low [R, E]``, not rounded to ``low``'s type on the way.
+
+    Otherwise the sum over chunks would carry a rounding of each. The branch for a GPU, where
+    float32 products would be slow, has not been run.
+    """
+    if low.is_cuda and low.dtype != total.dtype:
+        total += torch.mm(grad.to(low.dtype).T, low, out_dtype=total.dtype)
+    else:
+        total.addmm_(grad.T, low.to(total.dtype))
 
 
 def regression(rows: Rows, wanted: Tensor) -> Tensor:
