@@ -56,10 +56,8 @@ class Progress:
         self.file: TextIO | None = None
         self.board: Any = None
         self.tracker: Tracker | None = None
-        if write:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if module := load_tracker(run.recipe):
-                self.tracker = Tracker(module, run.recipe)
+        if write and (module := load_tracker(run.recipe)):
+            self.tracker = Tracker(module, run.recipe)
         self.accept_length: float | None = None
         self.since = time.monotonic()
         self.samples = 0
@@ -69,6 +67,7 @@ class Progress:
         if self.writes:
             from torch.utils.tensorboard import SummaryWriter
 
+            self.folder.mkdir(parents=True, exist_ok=True)
             keep_until(self.folder / METRICS_NAME, self.done)
             self.file = (self.folder / METRICS_NAME).open("a", encoding="utf-8")
             self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.done + 1)

@@ -2,7 +2,6 @@
 
 import importlib
 import secrets
-from pathlib import Path
 from typing import Any
 
 from domino_kit.checkpoint import write_whole
@@ -43,21 +42,23 @@ class Tracker:
         """
         self.module = module
         output = recipe.output
-        run_id = _run_id(output.folder)
+        kept = output.folder / ID_NAME
+        run_id = kept.read_text("utf-8").strip() if kept.exists() else secrets.token_hex(4)
         options: dict[str, Any] = {
             "project": output.tracker_project,
-            "name": f"{output.folder.resolve().name}-{run_id}",
+            "name": f"{output.folder.resolve().name}-{run_id}",  # trackio knows a run by it
             "config": recipe.model_dump(mode="json"),
             "resume": "allow",
         }
         refused: tuple[type[Exception], ...] = ()
-        if output.tracker == "wandb":  # trackio knows a run by its name, and has one folder for all
-            options |= {"id": run_id, "dir": str(output.folder)}
-            refused = (module.Error,)
+        if output.tracker == "wandb":
+            options["id"], refused = run_id, (module.Error,)
         try:
             module.init(**options)
         except refused as error:
             raise ValueError(f"output.tracker={output.tracker} cannot start: {error}") from None
+        output.folder.mkdir(parents=True, exist_ok=True)  # not before: a refused run leaves none
+        write_whole(kept, run_id)
 
     def log(self, step: int, phase: str, values: dict[str, float]) -> None:
         """Numbers of one step, named as in TensorBoard."""
@@ -66,10 +67,3 @@ class Tracker:
     def finish(self) -> None:
         """Hand over what is left."""
         self.module.finish()
-
-
-def _run_id(folder: Path) -> str:
-    path = folder / ID_NAME
-    if not path.exists():
-        write_whole(path, secrets.token_hex(4))
-    return path.read_text(encoding="utf-8").strip()
