@@ -129,7 +129,8 @@ def batch_operations(
 
 def draft_operations(shape: BatchShape, config: DraftConfig) -> float:
     """The draft without the vocabulary: backward is twice the forward pass, but once for ``fc`` and
-    for the GRU's input product, whose inputs need no gradient."""
+    for the GRU's input product, whose inputs need no gradient. Every block is taken to see the
+    whole context."""
     size, inner, depth = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     queries = config.num_attention_heads * config.head_dim
     keys = 2 * config.num_key_value_heads * config.head_dim
@@ -138,7 +139,7 @@ def draft_operations(shape: BatchShape, config: DraftConfig) -> float:
     fusion = width * len(config.target_layer_ids) * size * size
     context = width * depth * size * keys
     layer = size * (queries + keys) + queries * size + 3 * size * inner
-    attention = 2 * rows * (width + rows) * queries
+    attention = 2 * rows * (width + config.block_size) * queries
     total = 2 * fusion + 3 * (context + depth * (rows * layer + attention))
     if config.has_head:
         assert config.gru_hidden_dim is not None and config.emb_dim is not None
