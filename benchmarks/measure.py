@@ -167,27 +167,33 @@ def show(title: str, rows: Sequence[Row], baseline: str) -> None:
     table = Table(
         title=title, caption=f"{device}, {torch.get_num_threads()} threads; {versions}",
     )  # fmt: skip
-    more = list(dict.fromkeys(name for row in rows for name in row.more))
-    for name in ("shape", "variant", "seconds", "times", "extra MB", "roofline s", "of it", *more):
-        table.add_column(name, justify="left" if name in ("shape", "variant") else "right")
+    columns: dict[str, list[str]] = {
+        "shape": [shape_text(row.shape) for row in rows],
+        "variant": [row.variant for row in rows],
+        "seconds": [f"{row.seconds:.4g}" for row in rows],
+        "times": [],
+        "extra MB": [_number(row.extra_peak_bytes, 2**20) for row in rows],
+        "roofline s": [_number(row.roofline_seconds) for row in rows],
+        "of it": ["" if row.roofline_seconds is None else f"{row.roofline_seconds / row.seconds:.0%}"
+                  for row in rows],
+    }  # fmt: skip
     base = {shape_text(row.shape): row.seconds for row in rows if row.variant == baseline}
-    for row in rows:
-        text = shape_text(row.shape)
-        table.add_row(
-            text,
-            row.variant,
-            f"{row.seconds:.4g}",
-            f"{base[text] / row.seconds:.2f}" if text in base else "",
-            "" if row.extra_peak_bytes is None else f"{row.extra_peak_bytes / 2**20:.0f}",
-            "" if row.roofline_seconds is None else f"{row.roofline_seconds:.4g}",
-            "" if row.roofline_seconds is None else f"{row.roofline_seconds / row.seconds:.0%}",
-            *(_number(row.more.get(name, "")) for name in more),
-        )
+    for text, row in zip(columns["shape"], rows, strict=True):
+        columns["times"].append(_number(base[text] / row.seconds) if text in base else "")
+    for name in dict.fromkeys(name for row in rows for name in row.more):
+        columns[name] = [_number(row.more.get(name)) for row in rows]
+    columns = {name: column for name, column in columns.items() if any(column)}
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("shape", "variant") else "right")
+    for line in zip(*columns.values(), strict=True):
+        table.add_row(*line)
     Console(width=max(120, Console().width)).print(table)
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _number(value: Any, unit: int = 1) -> str:
+    if value is None:
+        return ""
+    return f"{value / unit:.4g}" if isinstance(value, float) or unit != 1 else str(value)
 
 
 def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
