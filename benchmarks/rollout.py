@@ -131,7 +131,9 @@ def sglang_rollout() -> Callable[..., Tensor] | None:
 @torch.no_grad()
 def measured(case: Case, pool: int, repeats: int, table: Tensor | None) -> list[Row]:
     """Rows of one batch; all variants must propose the same tokens."""
-    variants: dict[str, Callable[[], Any]] = {"base logits": lambda: product(case.rows, case.output)}
+    variants: dict[str, Callable[[], Any]] = {
+        "base logits": lambda: product(case.rows, case.output)
+    }
     upstream = sglang_rollout()
     if upstream is not None:
         variants["sglang"] = lambda: case.sglangs(upstream, pool)

@@ -40,6 +40,4 @@ def cpu_rollout(
     head = Head(target_embedding, prefix_gru, embed_proj)
     if recording is not None:
         recording["base_logits"] = base
-    return propose(
-        base, rows, bonus_tokens, head, pool_size=candidate_pool_size, record=recording
-    )
+    return propose(base, rows, bonus_tokens, head, pool_size=candidate_pool_size, record=recording)

@@ -23,6 +23,7 @@ from domino_kit.serve.cpu_linear import (
 
 pytestmark = pytest.mark.sglang
 
+
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     draw = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=draw).to(dtype)

@@ -69,7 +69,9 @@ def replayed(
         samples = rows[start : start + batch_size]
         features = source(collate(samples, target.device)).features
         with compute_dtype(target):
-            texts = [(row, text) for row, each in enumerate(samples) for text in known_answers(each)]
+            texts = [
+                (row, text) for row, each in enumerate(samples) for text in known_answers(each)
+            ]
             contexts = [
                 project(model, features[row : row + 1, : len(text.tokens)]) for row, text in texts
             ]
