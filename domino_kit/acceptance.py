@@ -20,20 +20,18 @@ def leading_run(proposals: Sequence[int], truth: Sequence[int]) -> int:
     return run
 
 
-def chain_walk(proposals: Sequence[Sequence[int]], answer: Sequence[int]) -> list[int]:
-    """The runs that decoding would produce, from the proposals after every answer token.
+def chain_walk(runs: Sequence[int]) -> list[int]:
+    """The runs that decoding takes, of what a step at each of consecutive anchors would accept.
 
-    ``proposals[i]`` were drafted with ``answer[i]`` as anchor. Decoding starts at the first
-    answer token (it comes from the prefill) and jumps by run + 1; the last token is never an
-    anchor, since nothing follows it.
+    Decoding starts at the first answer token (it comes from the prefill) and jumps by run + 1; the
+    last token is never an anchor, since nothing follows it.
     """
-    runs = []
+    taken = []
     place = 0
-    while place < len(answer) - 1:
-        run = leading_run(proposals[place], answer[place + 1 :])
-        runs.append(run)
-        place += run + 1
-    return runs
+    while place < len(runs):
+        taken.append(runs[place])
+        place += runs[place] + 1
+    return taken
 
 
 def histogram(runs: Sequence[int], num_proposals: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from domino_kit import alignment
+from domino_kit.acceptance import chain_walk
 from domino_kit.decoding import check_num_proposals, check_pair, rollout
 from domino_kit.modeling import DominoDraft, KeyValue
 from domino_kit.products import add_product
@@ -175,14 +176,11 @@ def walk(
         hidden = block_rows(target, model, batch.context, batch.tokens, anchors)
         found = known_runs(target, model, hidden, batch.tokens, anchors, batch.ends, n, use_head)
         jumps = []
-        for place, row, left in zip(
-            batch.places, found.tolist(), (batch.ends - batch.anchors).tolist(), strict=True
-        ):
-            step = 0
-            while step < min(window, left):
-                runs[place].append(row[step])
-                step += row[step] + 1
-            jumps.append(step)
+        left = (batch.ends - batch.anchors).tolist()
+        for place, possible, rest in zip(batch.places, found.tolist(), left, strict=True):
+            taken = chain_walk(possible[:rest])
+            runs[place] += taken
+            jumps.append(sum(taken) + len(taken))
         batch.anchors = batch.anchors + torch.tensor(jumps, device=target.device)
         batch.keep(batch.anchors < batch.ends)
     return runs

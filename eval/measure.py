@@ -58,7 +58,7 @@ class Task:
     sampling: Sampling
     seed: int = 0
     bucket: int | None = None
-    replay_batch: int = 8
+    replay_batch: int = 32
 
 
 def load_candidates(

@@ -76,7 +76,7 @@ def run_evaluation(options: Options) -> int:
         sampling=sampling,
         seed=options.seed,
         bucket=options.bucket,
-        replay_batch=1 if lengths else 8,  # a long text fills a batch
+        replay_batch=1 if lengths else 32,  # a long text fills a batch
     )
     facts = {
         "target": name,

@@ -124,6 +124,14 @@ def test_leading_run(proposed: list[int], truth: list[int], run: int) -> None:
     assert acceptance.leading_run(proposed, truth) == run
 
 
+def walked(drafts: list[list[int]], answer: list[int]) -> list[int]:
+    """The chain through an answer from what was drafted after each of its tokens."""
+    anchors = range(len(answer) - 1)
+    return acceptance.chain_walk(
+        [acceptance.leading_run(drafts[place], answer[place + 1 :]) for place in anchors]
+    )
+
+
 @pytest.mark.parametrize("proposals", [1, 3, 4, 8])
 def test_chain_walk_against_simulation(proposals: int) -> None:
     """The walk equals a token-by-token simulation on random proposals."""
@@ -132,7 +140,7 @@ def test_chain_walk_against_simulation(proposals: int) -> None:
         for _ in range(20):
             answer = [rng.randint(0, 1) for _ in range(length)]
             drafts = [[rng.randint(0, 1) for _ in range(proposals)] for _ in range(length)]
-            assert acceptance.chain_walk(drafts, answer) == naive_chain(drafts, answer)
+            assert walked(drafts, answer) == naive_chain(drafts, answer)
 
 
 def test_chain_walk_commits_the_whole_answer() -> None:
@@ -141,7 +149,7 @@ def test_chain_walk_commits_the_whole_answer() -> None:
     for _ in range(50):
         answer = [rng.randint(0, 1) for _ in range(17)]
         drafts = [[rng.randint(0, 1) for _ in range(3)] for _ in answer]
-        runs = acceptance.chain_walk(drafts, answer)
+        runs = walked(drafts, answer)
         assert 1 + sum(runs) + len(runs) in (17, 18)
 
 
@@ -149,23 +157,23 @@ def test_last_step_counts_only_the_answer() -> None:
     """Right drafts beyond the end of the answer do not count: 5 tokens, block of 8 right drafts."""
     answer = [1, 2, 3, 4, 5]
     drafts = [[2, 3, 4, 5, 6, 7, 8], *[[0] * 7 for _ in range(4)]]
-    assert acceptance.chain_walk(drafts, answer) == [4]
+    assert walked(drafts, answer) == [4]
 
 
 def test_last_answer_token_is_never_an_anchor() -> None:
     """One token needs no step; proposals after the last token are not read."""
-    assert acceptance.chain_walk([[9]], [4]) == []
-    assert acceptance.chain_walk([], []) == []
-    assert acceptance.chain_walk([[0]], [4, 5]) == [0]
+    assert walked([[9]], [4]) == []
+    assert walked([], []) == []
+    assert walked([[0]], [4, 5]) == [0]
 
 
 def test_chain_walk_jumps_by_run_plus_one() -> None:
     """Positions inside a jump are not anchors, whatever was proposed there."""
     answer = [1, 2, 3, 4, 5, 6]
     right = [[2, 3], [3, 4], [4, 5], [5, 6], [6, 7], [7, 8]]
-    assert acceptance.chain_walk(right, answer) == [2, 2]
+    assert walked(right, answer) == [2, 2]
     broken = [right[0], [0, 0], [0, 0], right[3], [0, 0], [0, 0]]
-    assert acceptance.chain_walk(broken, answer) == [2, 2]
+    assert walked(broken, answer) == [2, 2]
 
 
 @pytest.mark.parametrize(
