@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from domino_kit.config import read_config, resolve_folder
 from domino_kit.eval.prompt_set import check_source
 
 
@@ -11,7 +12,8 @@ from domino_kit.eval.prompt_set import check_source
 class Options:
     """The options of `domino eval-acceptance`, under the names of its flags.
 
-    Making them raises ``ValueError`` for options that do not go together.
+    Making them raises ``ValueError`` for options that do not go together, a draft whose config cannot
+    be read, and prompts that are not there.
     """
 
     draft: str
@@ -62,6 +64,9 @@ class Options:
                 "(with --engine sglang, a shorter block is: -- --speculative-num-draft-tokens N)."
             )
         check_source(self.prompts)
+        for draft in (self.draft, *self.compare):
+            if draft != "off":
+                read_config(resolve_folder(draft) / "config.json")
 
     @property
     def modes(self) -> list[str]:

@@ -63,6 +63,7 @@ def test_help_names_the_commands_and_shows_defaults() -> None:
                 "prepare --prompts hub/data --target here --output a.parquet",
                 "eval-acceptance --draft none --prompts gsm8k",
                 "eval-acceptance --draft . --prompts gms8k",
+                "eval-acceptance --draft . --prompts gsm8k",
                 "eval-acceptance --draft . --prompts gsm8k --url http://127.0.0.1",
                 "check --draft . --static --engine both",
                 "serve --draft . --device tpu",
