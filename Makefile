@@ -7,7 +7,7 @@ $(if $(KEY),,$(error set PYTHON to a Python 3.11 or later, for example: make dem
 VENV ?= $(CACHE)/venv-$(KEY)
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint venv print-venv
+.PHONY: demo bench test lint venv print-venv
 
 venv: $(VENV)/complete
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -24,6 +24,9 @@ print-venv:
 
 demo: venv
 	$(BIN)/domino demo
+
+bench: venv
+	$(BIN)/python benchmarks/performance.py
 
 lint: venv
 	$(BIN)/ruff format --check .
