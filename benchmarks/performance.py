@@ -92,7 +92,7 @@ def write_page(printed: dict[str, str], chosen: dict[str, list[str]], path: Path
         title, words = SECTIONS[name]
         command = " ".join(["python", f"benchmarks/{name}.py", *chosen[name]])
         lines = "\n".join(line.rstrip() for line in text.splitlines())
-        parts.append(f"## {title}\n\n{words}\n\n`{command}`\n\n```\n{lines}\n```\n")
+        parts.append(f"## {title}\n\n{fill(words, 112)}\n\n`{command}`\n\n```\n{lines}\n```\n")
     path.write_text("\n".join(parts))
 
 
