@@ -89,10 +89,8 @@ def test_ready_lines_request_and_ctrl_c(pair: Pair) -> None:
         assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
         group = children(process.pid)[0]
         assert len(members(group)) >= 3
-        started = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0
-        assert time.monotonic() - started < 60
+        assert process.wait(60) == 0
         assert members(group) == []
 
 
@@ -109,10 +107,8 @@ def test_sigterm_while_requests_run(pair: Pair) -> None:
             ) as response,
         ):
             next(response.iter_lines())
-            started = time.monotonic()
             process.terminate()
-            assert process.wait(15) == 0
-        assert time.monotonic() - started < 60
+            assert process.wait(60) == 0
         assert members(group) == []
 
 
@@ -129,7 +125,7 @@ def test_a_signal_during_the_start(pair: Pair, number: signal.Signals) -> None:
     time.sleep(0.05)
     process.send_signal(number)  # a second one must not interrupt the stopping
     rest = process.stderr.read()
-    assert process.wait(15) == 0, rest[-2000:]
+    assert process.wait(60) == 0, rest[-2000:]
     assert rest.strip().splitlines()[-1] == "stopped"
     assert members(group) == []
 
