@@ -240,6 +240,7 @@ def block_rows(
     """Hidden rows ``[B, N, K, D]`` of the blocks at ``anchors [B, N]`` of texts ``tokens [B, S]``.
 
     ``context`` holds each layer's keys and values of the whole texts, ``[B, kv_heads, S, head_dim]``.
+    A ``record`` takes the blocks of a single text.
     """
     config, block_size = model.config, model.config.block_size
     block = alignment.block_inputs(tokens.gather(1, anchors), block_size, config.mask_token_id)

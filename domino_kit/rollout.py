@@ -90,6 +90,7 @@ def propose(
     from_rows = product(rows, inner.weight[:, :size])
     pool = _Pool.of(base[:, 1:], last.weight, pool_size)
     whole = _Vocabulary(base, last)
+    in_full = record is not None or choose is not None
     tokens: list[Tensor] = []
     states: list[Tensor] = []
     corrected: list[Tensor] = []
@@ -101,11 +102,11 @@ def propose(
             previous = pick(logits)
         else:
             hidden = activation(from_rows[:, place] + product(state, inner.weight[:, size:]))
-            if record is not None or choose is not None:
+            if in_full:
                 logits = add_product(logits, hidden, last.weight)
             if pool is not None:
                 previous = pool.best_token(place, hidden)
-            elif record is not None or choose is not None:
+            elif in_full:
                 previous = pick(logits)
             else:
                 previous = whole.best_token(place, hidden)
@@ -122,6 +123,9 @@ def _best(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+CREDIT = 2
+"""So many searches may fail more than succeed before a block's rest is computed in full."""
+
 SLACK = 1e-3
 """Far above what float32 rounding can do to a bound, far below what would add candidates."""
 
@@ -132,30 +136,34 @@ class _Vocabulary:
     By Cauchy-Schwarz a token gains at most the norm of its row of the projector times that of the
     projector's input, so one whose base logit plus that stays below a score already reached cannot
     win, and its row is not read. Where the bound spares too little more often than not, the rest
-    of the block is computed in full.
+    of the block is computed in full: ``lead`` counts searches that paid, less those that did not.
     """
 
     def __init__(self, base: Tensor, last: Any) -> None:
         self.base, self.weight = base, last.weight
-        self.sparing = base.device.type == "cpu" and base.dtype == torch.float32
-        self.lead = 0  # searches that were worth it, less those that were not
-        if self.sparing:
+        searchable = base.device.type == "cpu" and base.dtype == torch.float32
+        self.lead = CREDIT if searchable else -1
+        if searchable:
             self.norms = row_norms(last)
 
     def best_token(self, place: int, hidden: Tensor) -> Tensor:
         """The best token ``[B]`` at offset ``place + 1`` for projector inputs ``[B, E]``."""
         base = self.base[:, place]
-        if not self.sparing:
+        found: dict[int, Tensor] = {}
+        for row in range(len(base)):
+            if self.lead < 0:
+                break
+            token = self._search(base[row], hidden[row])
+            self.lead += 1 if token is not None else -1
+            if token is not None:
+                found[row] = token
+        if not found:
             return add_product(base, hidden, self.weight).argmax(-1)
-        found = [self._search(b, h) for b, h in zip(base, hidden, strict=True)]
-        rest = [row for row, token in enumerate(found) if token is None]
+        rest = [row for row in range(len(base)) if row not in found]
         if rest:
             full = add_product(base[rest], hidden[rest], self.weight).argmax(-1)
-            for row, token in zip(rest, full, strict=True):
-                found[row] = token
-        self.lead += len(found) - 2 * len(rest)
-        self.sparing = self.lead >= 0
-        return torch.stack([token for token in found if token is not None])
+            found |= zip(rest, full, strict=True)
+        return torch.stack([found[row] for row in range(len(base))])
 
     def _search(self, base: Tensor, hidden: Tensor) -> Tensor | None:
         """For one request; ``None`` if too many tokens can win."""
