@@ -59,3 +59,36 @@ def test_exponent_of_known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = importlib.import_module("measure")
     assert measure.fitted_exponent([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
     assert measure.fitted_exponent([1, 10, 100], [5, 5, 5]) == pytest.approx(0)
+
+
+def test_the_page_shows_every_table_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    performance = importlib.import_module("performance")
+    printed, rows, chosen = {}, {}, {}
+    for name in performance.SECTIONS:
+        file = tmp_path / f"{name}.json"
+        module = importlib.import_module(name)
+        chosen[name] = performance.options(name, "runs/demo/domino", True)
+        result = CliRunner().invoke(module.main, [*chosen[name], "--json", str(file)])
+        assert result.exit_code == 0, result.output
+        printed[name], rows[name] = result.output, json.loads(file.read_text())
+    performance.write_page(printed, chosen, tmp_path / "performance.md")
+    performance.write_picture(rows, tmp_path / "performance.png")
+    page = (tmp_path / "performance.md").read_text()
+    for name in performance.SECTIONS:
+        assert f"`python benchmarks/{name}.py --quick`" in page
+        assert all(row["variant"] in page for row in rows[name])
+    assert (tmp_path / "performance.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_benchmark_runs_as_a_file_and_a_missing_draft_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    performance = importlib.import_module("performance")
+    text, rows = performance.run_script("attention", ["--quick"], tmp_path)
+    assert "blocks" in text and {row["variant"] for row in rows} == VARIANTS["attention"]
+    result = CliRunner().invoke(performance.main, ["--draft", str(tmp_path / "none")])
+    assert result.exit_code == 2 and "make demo" in result.output
