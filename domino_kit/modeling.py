@@ -17,8 +17,6 @@ from domino_kit.trace import Record, context_record
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one layer, each ``[B, kv_heads, length, head_dim]``."""
-
-
 Visible = Tensor | BlockMask
 """What rows see: bool ``[B, Q, S + Q]``, or the same of whole blocks without such an array."""
 

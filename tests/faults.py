@@ -342,7 +342,7 @@ TRAINING_FAULTS = [
     TrainingFault("context that sees its own anchor", _own_anchor, "hidden", "own_anchor",
                   gated=True),
     TrainingFault("sliding window trained, served as full", _windowed, "hidden", "sliding_window"),
-    TrainingFault("block made causal", _causal, "hidden", "causal_block"),
+    TrainingFault("block made causal", _causal, "hidden", "causal_block", gated=True),
     TrainingFault("head computed on the pre-norm hidden", _pre_norm_head, "corrected_logits",
                   "pre_norm_hidden", gated=True),
     TrainingFault("GRU fed one token late", _late_gru, "gru_states", "gru_late", gated=True),

@@ -98,17 +98,9 @@ def dual_cross_entropy(
         each is not None and each.requires_grad for each in (rows.hidden, low_rank, projection)
     )
     work = _Work(
-        head,
-        rows.labels[used],
-        rows.weights[used],
-        place,
-        wanted,
-        lam,
-        chunk,
-        dpace,
-        distill,
+        head, rows.labels[used], rows.weights[used], place, wanted, lam, chunk, dpace, distill,
         learns,
-    )
+    )  # fmt: skip
     total, final, base, final_ok, base_ok, weights = _ChunkedDualCrossEntropy.apply(
         rows.hidden[used], low_rank, projection, work
     )
