@@ -44,20 +44,29 @@ def median_seconds(
     So whatever else the machine does falls on all of them. Every other repeat turns the order
     around. What a variant returns is freed before the next one starts.
     """
-    times: dict[str, list[float]] = {name: [] for name in variants}
     if warm_up:
         for call in variants.values():
             call()
-    for repeat in range(repeats):
-        order = list(variants) if repeat % 2 == 0 else list(variants)[::-1]
-        for name in order:
-            _settle()
-            started = time.perf_counter()
-            result = variants[name]()
-            _settle()
-            times[name].append(time.perf_counter() - started)
-            del result
+    times = _alternate(variants, repeats)
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _alternate(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(repeats):
+        for name in list(variants) if repeat % 2 == 0 else list(variants)[::-1]:
+            seconds, result = _timed(variants[name])
+            times[name].append(seconds)
+            del result
+    return times
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    _settle()
+    started = time.perf_counter()
+    result = call()
+    _settle()
+    return time.perf_counter() - started, result
 
 
 def extra_peak(call: Callable[[], Any]) -> int | None:
@@ -68,32 +77,35 @@ def extra_peak(call: Callable[[], Any]) -> int | None:
     is there afterwards while the result is alive. Memory that the C library holds back is returned
     first, so that a variant cannot hide in what another one left.
     """
+    return _timed_peak(call)[1]
+
+
+def _timed_peak(call: Callable[[], Any]) -> tuple[float, int | None]:
     gc.collect()
     if torch.cuda.is_available():
-        return _extra_peak_cuda(call)
+        return _timed_peak_cuda(call)
     peak = Path("/proc/self/clear_refs")
     if not peak.exists():
-        return None
+        return _timed(call)[0], None
     _trim()
     before = _resident("VmRSS")
     peak.write_text("5")  # the kernel forgets the peak so far (man 5 proc)
-    result = call()
+    seconds, result = _timed(call)
     highest = _resident("VmHWM")
     _trim()
     after = _resident("VmRSS")
     del result
-    return max(0, highest - max(before, after))
+    return seconds, max(0, highest - max(before, after))
 
 
-def _extra_peak_cuda(call: Callable[[], Any]) -> int:
+def _timed_peak_cuda(call: Callable[[], Any]) -> tuple[float, int]:
     _settle()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    result = call()
-    _settle()
+    seconds, result = _timed(call)
     found = torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated())
     del result
-    return found
+    return seconds, found
 
 
 def _settle() -> None:
@@ -117,12 +129,23 @@ def _resident(name: str) -> int:
 
 
 def measure(
-    shape: dict[str, Any], variants: dict[str, Callable[[], Any]], repeats: int
+    shape: dict[str, Any],
+    variants: dict[str, Callable[[], Any]],
+    repeats: int,
+    *,
+    count_first: bool = False,
 ) -> list[Row]:
-    """A row for each variant: its extra peak first, which also warms it up, then its time."""
-    peaks = {name: extra_peak(call) for name, call in variants.items()}
-    seconds = median_seconds(variants, repeats, warm_up=False)
-    return [Row(name, shape, seconds[name], peaks[name]) for name in variants]
+    """A row for each variant: its extra peak first, which also warms it up, then its time.
+
+    ``count_first``: variants take seconds, and that first run is one of the repeats.
+    """
+    first = {name: _timed_peak(call) for name, call in variants.items()}
+    times = _alternate(variants, repeats - count_first)
+    for name, (seconds, _) in first.items():
+        times[name] += [seconds] if count_first else []
+    return [
+        Row(name, shape, statistics.median(times[name]), first[name][1]) for name in variants
+    ]  # fmt: skip
 
 
 def fitted_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
@@ -144,27 +167,33 @@ def show(title: str, rows: Sequence[Row], baseline: str) -> None:
     table = Table(
         title=title, caption=f"{device}, {torch.get_num_threads()} threads; {versions}",
     )  # fmt: skip
-    more = list(dict.fromkeys(name for row in rows for name in row.more))
-    for name in ("shape", "variant", "seconds", "times", "extra MB", "roofline s", "of it", *more):
-        table.add_column(name, justify="left" if name in ("shape", "variant") else "right")
+    columns: dict[str, list[str]] = {
+        "shape": [shape_text(row.shape) for row in rows],
+        "variant": [row.variant for row in rows],
+        "seconds": [f"{row.seconds:.4g}" for row in rows],
+        "times": [],
+        "extra MB": [_number(row.extra_peak_bytes, 2**20) for row in rows],
+        "roofline s": [_number(row.roofline_seconds) for row in rows],
+        "of it": ["" if row.roofline_seconds is None else f"{row.roofline_seconds / row.seconds:.0%}"
+                  for row in rows],
+    }  # fmt: skip
     base = {shape_text(row.shape): row.seconds for row in rows if row.variant == baseline}
-    for row in rows:
-        text = shape_text(row.shape)
-        table.add_row(
-            text,
-            row.variant,
-            f"{row.seconds:.4g}",
-            f"{base[text] / row.seconds:.2f}" if text in base else "",
-            "" if row.extra_peak_bytes is None else f"{row.extra_peak_bytes / 2**20:.0f}",
-            "" if row.roofline_seconds is None else f"{row.roofline_seconds:.4g}",
-            "" if row.roofline_seconds is None else f"{row.roofline_seconds / row.seconds:.0%}",
-            *(_number(row.more.get(name, "")) for name in more),
-        )
+    for text, row in zip(columns["shape"], rows, strict=True):
+        columns["times"].append(_number(base[text] / row.seconds) if text in base else "")
+    for name in dict.fromkeys(name for row in rows for name in row.more):
+        columns[name] = [_number(row.more.get(name)) for row in rows]
+    columns = {name: column for name, column in columns.items() if any(column)}
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("shape", "variant") else "right")
+    for line in zip(*columns.values(), strict=True):
+        table.add_row(*line)
     Console(width=max(120, Console().width)).print(table)
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _number(value: Any, unit: int = 1) -> str:
+    if value is None:
+        return ""
+    return f"{value / unit:.4g}" if isinstance(value, float) or unit != 1 else str(value)
 
 
 def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
