@@ -348,7 +348,7 @@ TRAINING_FAULTS = [
     TrainingFault("GRU fed one token late", _late_gru, "gru_states", "gru_late", gated=True),
     TrainingFault("GRU reset at every token", _reset_gru, "gru_states", "gru_reset", gated=True),
     TrainingFault("h and s concatenated in the other order", _swapped_head, "corrected_logits",
-                  "concat_order"),
+                  "concat_order", gated=True),
     TrainingFault("noise embeddings scaled", lambda p: _block_embeds(p, lambda x: x * 3.0),
                   "block_embeds", "embeds_scaled"),
     TrainingFault("embedding rounded to bfloat16 on the way in",
