@@ -67,7 +67,7 @@ def replay(
     for start in range(0, len(texts), batch_size):
         places = order[start : start + batch_size]
         part = [texts[place] for place in places]
-        contexts = _contexts(target, model, part)
+        contexts = read_texts(target, model, part)
         found = walk(
             target, model, part, contexts,
             num_proposals=num_proposals, use_head=use_head, chunk_anchors=chunk_anchors,
@@ -77,7 +77,10 @@ def replay(
     return runs
 
 
-def _contexts(target: Target, model: DominoDraft, texts: list[KnownAnswer]) -> list[list[KeyValue]]:
+@torch.no_grad()
+def read_texts(
+    target: Target, model: DominoDraft, texts: list[KnownAnswer]
+) -> list[list[KeyValue]]:
     """Every text's keys and values, from target passes over texts of increasing length."""
     found: list[list[KeyValue]] = []
     while len(found) < len(texts):

@@ -44,6 +44,7 @@ def test_rollout(pool: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding one by one and in batches, and replay."""
     rows = rows_of("replay", tmp_path / "rows.json", monkeypatch)
-    assert [row["variant"] for row in rows] == ["decode, 1 at once", "decode, 8 at once", "replay"]
+    variants = ["decode, 1 at once", "decode, 8 at once", "replay", "of it, the target's passes"]
+    assert [row["variant"] for row in rows] == variants
     assert all(row["seconds"] > 0 and row["shape"]["texts"] == 3 for row in rows)
     assert 1 < rows[0]["accept"] < 4, "some drafts must be accepted, some not"
