@@ -62,10 +62,10 @@ def _alternate(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    _settle()
+    settle()
     started = time.perf_counter()
     result = call()
-    _settle()
+    settle()
     return time.perf_counter() - started, result
 
 
@@ -99,7 +99,7 @@ def _timed_peak(call: Callable[[], Any]) -> tuple[float, int | None]:
 
 
 def _timed_peak_cuda(call: Callable[[], Any]) -> tuple[float, int]:
-    _settle()
+    settle()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     seconds, result = _timed(call)
@@ -108,7 +108,7 @@ def _timed_peak_cuda(call: Callable[[], Any]) -> tuple[float, int]:
     return seconds, found
 
 
-def _settle() -> None:
+def settle() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -12,33 +12,16 @@ from typing import Any
 import click
 import torch
 from measure import Row, measure, show, write_rows
+from trained import Pair, trained_pair
 
 from domino_kit.acceptance import Acceptance
-from domino_kit.chat_template import prompt_ids
-from domino_kit.checkpoint import load_draft
 from domino_kit.config import DraftConfig
 from domino_kit.decoding import generate
-from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.modeling import DominoDraft, init_weights
 from domino_kit.replay import KnownAnswer, read_texts, replay
-from domino_kit.target import Target, load_target_model, load_tokenizer
+from domino_kit.target import Target
 
 Runs = list[list[int]]
-Pair = tuple[Target, DominoDraft, list[list[int]]]
-
-
-def demo_pair(folder: str, source: str, limit: int) -> Pair:
-    """A trained draft, its target, and prompts."""
-    model, manifest = load_draft(folder, torch.float32, "cpu")
-    if manifest is None:
-        raise click.ClickException(f"{folder} has no manifest that names its target.")
-    loaded = load_target_model(manifest.target.name, torch.float32, "cpu", False)
-    target = Target(loaded, list(model.config.target_layer_ids), allow_last_layer=True)
-    tokenizer = load_tokenizer(manifest.target.name, False)
-    prompts = read_prompts(source, limit)
-    return target, model, [
-        prompt_ids(tokenizer, each.messages, manifest.target.thinking) for each in prompts
-    ]  # fmt: skip
 
 
 def quick_pair(limit: int) -> Pair:
@@ -136,7 +119,7 @@ def main(
     trained for it would accept.
     """
     try:
-        pair = quick_pair(3) if quick else demo_pair(draft, prompts, limit)
+        pair = quick_pair(3) if quick else trained_pair(draft, prompts, limit)
     except ValueError as error:
         raise click.ClickException(f"{error} `make demo` trains {draft!r}.") from None
     counts = [int(each) for each in batches.split(",")]

@@ -14,15 +14,12 @@ import click
 import torch
 from measure import Row, measure, show, write_rows
 from torch import Tensor, nn
+from trained import trained_pair
 
 from domino_kit.alignment import first_row
-from domino_kit.chat_template import prompt_ids
-from domino_kit.checkpoint import load_draft
-from domino_kit.eval.prompt_set import read_prompts
 from domino_kit.products import product
 from domino_kit.replay import block_rows, project
 from domino_kit.rollout import Head, input_table, propose
-from domino_kit.target import Target, load_target_model, load_tokenizer
 
 SIZES = {"V": 151_936, "D": 1024, "G": 1024, "E": 256, "K": 16}
 QUICK_SIZES = {"V": 211, "D": 24, "G": 12, "E": 10, "K": 4}
@@ -97,17 +94,10 @@ def random_case(sizes: dict[str, int], batch: int) -> Case:
 @torch.no_grad()
 def trained_case(folder: str, source: str, batch: int) -> Case:
     """A trained draft's head, and its blocks after the last tokens of prompts."""
-    model, manifest = load_draft(folder, torch.float32, "cpu")
-    if manifest is None:
-        raise click.ClickException(f"{folder} has no manifest that names its target.")
-    loaded = load_target_model(manifest.target.name, torch.float32, "cpu", False)
-    target = Target(loaded, list(model.config.target_layer_ids), allow_last_layer=True)
-    tokenizer = load_tokenizer(manifest.target.name, False)
-    prompts = read_prompts(source, batch)
+    target, model, prompts = trained_pair(folder, source, batch)
     hidden, anchors = [], []
     for place in range(batch):
-        prompt = prompts[place % len(prompts)]
-        ids = prompt_ids(tokenizer, prompt.messages, manifest.target.thinking)
+        ids = prompts[place % len(prompts)]
         tokens = torch.tensor([ids])
         features = target.encode(tokens, torch.ones_like(tokens)).features
         last = torch.tensor([[len(ids) - 1 - place // len(prompts)]])

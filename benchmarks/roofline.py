@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from measure import settle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
@@ -42,15 +43,10 @@ def product_seconds(found: Counter[Product], device: str, repeats: int = 3) -> f
         out = a @ b  # its memory is in place before the clock starts
         times = []
         for _ in range(min(repeats, count)):
-            _settle(device)
+            settle()
             started = time.perf_counter()
             torch.matmul(a, b, out=out)
-            _settle(device)
+            settle()
             times.append(time.perf_counter() - started)
         total += count * statistics.median(times)
     return total
-
-
-def _settle(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from domino_kit.answer_spans import Answers, Messages, find_answers, is_learnt
+from domino_kit.answer_spans import CLOSE, Answers, Messages, find_answers, is_learnt
 from domino_kit.conversations import Row
 
 
@@ -81,7 +81,7 @@ def split_row(tokenizer: Any, row: Row, thinking: bool | None) -> list[Row]:
     with it. Elsewhere it is context, of weight 0.
     """
     earlier = [message for message in row.messages[:-1] if is_learnt(message)]
-    if not any(m.get("reasoning_content") or "</think>" in m["content"] for m in earlier):
+    if not any(m.get("reasoning_content") or CLOSE in m["content"] for m in earlier):
         return [row]
     alone = _answers(tokenizer, row, thinking, []).incomplete
     rows = [_only(row, place) for place in alone]

@@ -89,15 +89,22 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{folder} has no {WEIGHTS_NAME}{hint}; a draft needs safetensors weights."
         )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is not a valid safetensors index.") from None
+    files = [folder / name for name in sorted(set(read_weight_map(index).values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"{index} names {missing}, which are not in {folder}.")
     return files
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Which file holds each tensor of a sharded model; ``ValueError`` if the index does not say so."""
+    try:
+        found = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(file, str) for file in found.values()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{index} is not a valid safetensors index.") from None
+    return found
 
 
 def tensor_slices(folder: Path) -> Iterator[tuple[str, Any]]:

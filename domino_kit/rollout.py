@@ -88,9 +88,10 @@ def propose(
         return torch.stack([pick(base[:, place]) for place in range(count)], dim=1)
     inner, activation, last = head.projector
     from_rows = product(rows, inner.weight[:, :size])
-    pool = _Pool.of(base[:, 1:], last.weight, pool_size)
-    whole = _Vocabulary(base, last)
     in_full = record is not None or choose is not None
+    search: _Pool | _Vocabulary | None = _Pool.of(base[:, 1:], last.weight, pool_size)
+    if search is None and not in_full:
+        search = _Vocabulary(base, last)
     tokens: list[Tensor] = []
     states: list[Tensor] = []
     corrected: list[Tensor] = []
@@ -104,12 +105,7 @@ def propose(
             hidden = activation(from_rows[:, place] + product(state, inner.weight[:, size:]))
             if in_full:
                 logits = add_product(logits, hidden, last.weight)
-            if pool is not None:
-                previous = pool.best_token(place, hidden)
-            elif in_full:
-                previous = pick(logits)
-            else:
-                previous = whole.best_token(place, hidden)
+            previous = pick(logits) if search is None else search.best_token(place, hidden)
         tokens.append(previous)
         states.append(state)
         corrected.append(logits)

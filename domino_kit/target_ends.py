@@ -1,6 +1,5 @@
 """The target's embedding and output head, read from its files without building the target."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from domino_kit.fingerprint import INDEX_NAME, LAYER, WEIGHTS_NAME
+from domino_kit.fingerprint import INDEX_NAME, LAYER, WEIGHTS_NAME, read_weight_map
 from domino_kit.products import product
 from domino_kit.target import check_scaling
 
@@ -152,10 +151,7 @@ class _Files:
                 f"target {name!r} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; its embedding and "
                 "head are read from safetensors files only."
             )
-        try:
-            self.file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{index} is not a valid safetensors index.") from None
+        self.file_of = read_weight_map(index)
 
     def find(self, what: str, suffix: str, given: str | None, optional: bool = False) -> str | None:
         """The name of a tensor, as ``given`` or by its ``suffix``; ``None`` only if ``optional``."""

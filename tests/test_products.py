@@ -3,24 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from domino_kit.products import MOST_ROWS, add_product, product
+from tests.few_rows import assert_close, numbers
 
 SHAPES = [(96, 24), (24, 96), (40, 40), (1, 16), (16, 1)]
 """Weights that are tall, wide, square, and of one row or column."""
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    draw = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
-
-
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    """The same up to rounding, relative to the largest number."""
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    if wanted.numel():
-        assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("sglang")
 
@@ -20,20 +20,9 @@ from domino_kit.serve.cpu_linear import (
     CpuLinearMethod,
     use_fast_products,
 )
+from tests.few_rows import assert_close, numbers
 
 pytestmark = pytest.mark.sglang
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    draw = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=draw).to(dtype)
-
-
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    """The same up to rounding, relative to the largest number."""
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    if wanted.numel():
-        assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
 def test_every_plain_layer_of_a_model_is_switched() -> None:

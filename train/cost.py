@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from domino_kit.alignment import row_offsets, valid_anchors
+from domino_kit.alignment import row_labels, valid_anchors
 from domino_kit.config import DraftConfig
 from domino_kit.target import Target
 from domino_kit.train.dataset import Sample, collate
@@ -57,13 +57,13 @@ def batch_shape(samples: Sequence[Sample], num_anchors: int, config: DraftConfig
     """The shape of a micro-batch; rows with a label are the mean over where anchors may be."""
     anchors, labelled = [0], 0.0
     for sample in samples:
-        mask = collate([sample], "cpu").loss_mask
-        places = valid_anchors(mask)[0].nonzero()
-        anchors.append(min(num_anchors, len(places)))
-        offsets = row_offsets(config.block_size, config.shift_label)
-        index = places + offsets[offsets > 0]
-        inside = mask[0][index.clamp(max=mask.shape[1] - 1)] * (index < mask.shape[1])
-        labelled += anchors[-1] * float(inside.sum()) / max(1, len(places))
+        batch = collate([sample], "cpu")
+        places = valid_anchors(batch.loss_mask)[0].nonzero().T
+        anchors.append(min(num_anchors, places.shape[1]))
+        _, supervised = row_labels(
+            batch.input_ids, batch.loss_mask, places, config.block_size, config.shift_label
+        )
+        labelled += anchors[-1] * float(supervised.sum()) / max(1, places.shape[1])
     lengths = tuple(len(sample.input_ids) for sample in samples)
     return BatchShape(lengths, max(1, *anchors), labelled)
 

@@ -45,24 +45,25 @@ def estimate(run: Run) -> Memory:
     scores = 2 * group * config.num_attention_heads * (length + config.block_size)
     arrays = logit_arrays(recipe.train.distill != "none")
     chunk = min(rows, chunk_rows(config.vocab_size, recipe.train.chunk_mb, arrays))
-    token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
-    tokens = sum(len(sample.input_ids) for sample in run.samples)
     return Memory(
         target=run.target.num_bytes,
         draft=16 * sum(p.numel() for p in run.model.parameters()),
         logits=chunk * config.vocab_size * 4 * arrays,
         activations=(config.num_hidden_layers * rows * per_row + scores) * width,
-        features=min(recipe.train.feature_cache_mb * 2**20, tokens * token_bytes),
+        features=min(recipe.train.feature_cache_mb * 2**20, feature_bytes(run)),
     )
+
+
+def feature_bytes(run: Run) -> int:
+    """Bytes of the captured layers and the last hidden row of all tokens."""
+    config, width = run.model.config, run.target.embedding.weight.element_size()
+    tokens = sum(len(sample.input_ids) for sample in run.samples)
+    return tokens * (len(config.target_layer_ids) + 1) * config.hidden_size * width
 
 
 def kept_share(run: Run) -> float:
     """The share of all features that stays in memory from one epoch to the next."""
-    config = run.model.config
-    width = run.target.embedding.weight.element_size()
-    token_bytes = (len(config.target_layer_ids) + 1) * config.hidden_size * width
-    tokens = sum(len(sample.input_ids) for sample in run.samples)
-    return min(1.0, run.recipe.train.feature_cache_mb * 2**20 / (tokens * token_bytes))
+    return min(1.0, run.recipe.train.feature_cache_mb * 2**20 / feature_bytes(run))
 
 
 def free_memory(device: str) -> int | None:
