@@ -80,8 +80,7 @@ def test_gradcheck_in_float64() -> None:
 def test_gradients_are_no_further_from_float64_than_the_plain_ones(
     seed: int, dtype: torch.dtype
 ) -> None:
-    """Sums over a vocabulary of 3000: by 2 % at most, which is chance between equal sums."""
-    rows, width, rank, vocab = 96, 64, 32, 3000
+    rows, width, rank, vocab = 96, 64, 32, 8000
     g = torch.Generator().manual_seed(seed)
     head = (torch.randn(vocab, width, generator=g) * 2 * width**-0.5).to(dtype)
     inputs = [
@@ -98,7 +97,7 @@ def test_gradients_are_no_further_from_float64_than_the_plain_ones(
     theirs = torch.autograd.grad(plain(own, head, inputs[2], 0.3)[0], inputs)
     ours = torch.autograd.grad(dual_cross_entropy(own, head, inputs[2], 0.3, 20).total, inputs)
     for found, other, right in zip(ours, theirs, wanted, strict=True):
-        assert 0 < (found - right).norm() <= 1.02 * (other - right).norm()
+        assert 0 < (found - right).norm() <= (other - right).norm()
 
 
 def test_a_label_that_the_draft_rules_out_has_a_finite_loss() -> None:
@@ -129,9 +128,9 @@ class Widest(TorchDispatchMode):
 def test_never_more_logits_than_a_chunk() -> None:
     rows, head, projection = make_rows(8)
     with Widest() as found:
-        dual_cross_entropy(rows, head, projection, 0.3, 5).total.backward()
-    # the transposed head [D, V] and projection [E, V] are views, not logits
-    assert found.rows == max(5, D, E)
+        dual_cross_entropy(rows, head, projection, 0.3, 8).total.backward()
+    # less than a chunk would be hidden by the transposed head [D, V], which is a view
+    assert found.rows == 8 > max(D, E)
     with Widest() as found:
         plain(rows, head, projection, 0.3)[0].backward()
     assert found.rows == R
@@ -219,5 +218,5 @@ def test_regression_is_the_weighted_relative_squared_error() -> None:
 
 
 def test_a_chunk_fits_its_memory() -> None:
-    assert chunk_rows(1000, 1) * 1000 * 4 * 3 <= 2**20
+    assert chunk_rows(1000, 1, 3) * 1000 * 4 * 3 <= 2**20
     assert chunk_rows(10**9, 1) == 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from domino_kit.train.distill import Distill, divergence, teacher_probabilities
 from domino_kit.train.dpace import Dpace
+from domino_kit.train.vocabulary import add_product, cross_entropy, sum_over_vocabulary
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,20 @@ def lambda_base(step: int, horizon: int, start: float, decay_ratio: float) -> fl
     return min(1.0, max(0.0, start * (1.0 - min(step / span, 1.0))))
 
 
+PARTS = 2
+"""Parts of a chunk whose final logits exist one after another."""
+
+
 def logit_arrays(distill: bool) -> int:
     """Float32 arrays ``[rows, V]`` that a chunk needs at once, at most; a teacher doubles them.
 
-    Base and final logits, which become their gradients in place, and what bfloat16 copies of both
-    take.
+    Base logits, which become their gradient in place, and final logits of a part; in bfloat16
+    also the float32 copies of a part's.
     """
-    return 6 if distill else 3
+    return 4 if distill else 2
 
 
-def chunk_rows(vocab_size: int, chunk_mb: int, arrays: int = 3) -> int:
+def chunk_rows(vocab_size: int, chunk_mb: int, arrays: int = 2) -> int:
     """Rows a chunk so that its float32 ``arrays`` of ``[rows, V]`` fit in ``chunk_mb``."""
     return max(1, chunk_mb * 2**20 // (arrays * 4 * vocab_size))
 
@@ -133,21 +138,36 @@ class _Work:
         """The type of everything that sums over the vocabulary: at least float32."""
         return torch.promote_types(self.head.dtype, torch.float32)
 
+    def chunks(self) -> list[list[slice]]:
+        """The parts in groups of at most ``chunk`` rows, or of one part."""
+        found: list[list[slice]] = []
+        for part in self.parts():
+            if found and part.stop - found[-1][0].start <= self.chunk:
+                found[-1].append(part)
+            else:
+                found.append([part])
+        return found
+
     def parts(self) -> list[slice]:
-        """The chunks; under D-PACE each holds whole blocks, since their rows' weights hang together."""
+        """Parts of chunks; under D-PACE of whole blocks, since their rows' weights hang together."""
+        rows, count = max(1, self.chunk // PARTS), len(self.labels)
         if self.dpace is None:
-            starts = range(0, len(self.labels), self.chunk)
-            return [slice(start, start + self.chunk) for start in starts]
+            return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
         size = self.dpace.block_size
         block = (self.place // size).tolist()
-        width = max(1, self.chunk // size)
+        width = max(1, rows // size)
         cuts = [
             i for i in range(len(block)) if i == 0 or block[i] // width != block[i - 1] // width
         ]
         return [slice(start, stop) for start, stop in pairwise([*cuts, len(block)])]
 
+    def logits_of(self, rows: list[slice]) -> Tensor:
+        """Memory for the logits of the longest of ``rows``."""
+        most = max((each.stop - each.start for each in rows), default=0)
+        return self.head.new_empty(most, len(self.head))
+
     def teacher(self, part: slice) -> Tensor | None:
-        """The target's distribution at a chunk's rows ``[R, V]``; kept for this chunk only."""
+        """The target's distribution at a part's rows ``[R, V]``; kept for this part only."""
         if self.distill is None:
             return None
         assert self.wanted is not None, "distillation needs the target's hidden rows"
@@ -155,19 +175,19 @@ class _Work:
         return teacher_probabilities(logits, self.distill, self.wide)
 
     def measure(self, logits: Tensor, part: slice, teacher: Tensor | None) -> "_Measured":
-        """Losses and gradient of a chunk's ``logits [R, V]``, which are consumed."""
+        """Losses and gradient of a part's ``logits [R, V]``, which are consumed."""
         label = self.labels[part, None]
         if self.distill is None or teacher is None:
-            hard, correct = _cross_entropy(logits, label)
-            return _Measured(hard, hard, correct, logits)
+            hard, correct = cross_entropy(logits, label)
+            return _Measured(hard, hard, correct, logits, label, 1.0)
         mix = self.distill.mix
         soft, grad = divergence(logits, teacher, self.distill)
-        hard, correct = _cross_entropy(logits, label)
+        hard, correct = cross_entropy(logits, label)
         grad.mul_(mix).add_(logits, alpha=1 - mix)
-        return _Measured((1 - mix) * hard + mix * soft, hard, correct, grad)
+        return _Measured((1 - mix) * hard + mix * soft, hard, correct, grad, label, 1 - mix)
 
     def weigh(self, final: "_Measured", part: slice) -> Tensor:
-        """The weights ``[R, 1]`` of a chunk's rows, given their final losses."""
+        """The weights ``[R, 1]`` of a part's rows, given their final losses."""
         if self.dpace is None:
             return self.weights[part, None].to(self.wide)
         confidence = final.cross_entropy.neg().exp()
@@ -176,13 +196,45 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A chunk's rows by one head: ``loss [R, 1]``, the cross-entropy in it, whether the label is
-    the best token ``[R]``, and the gradient of ``loss`` by the logits ``[R, V]``."""
+    """A part's rows by one head: ``loss [R, 1]``, the cross-entropy in it, whether the label is
+    the best token ``[R]``; the gradient of ``loss`` by the logits ``[R, V]`` is ``slope`` less
+    ``share`` at each ``label [R, 1]``."""
 
     loss: Tensor
     cross_entropy: Tensor
     correct: Tensor
-    grad: Tensor
+    slope: Tensor
+    label: Tensor
+    share: float
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """That of ``weight [R, 1]`` times the loss, in the memory of ``slope``.
+
+        The label's share is the largest entry by far; taken off last, it is rounded once.
+        """
+        return self.slope.mul_(weight).scatter_add_(1, self.label, -self.share * weight)
+
+
+@dataclass(frozen=True)
+class _Correction:
+    """What makes final logits of base logits, in the head's type: ``low [R, E]`` and ``last
+    [V, E]``; a part's final logits share the ``memory`` with those of all other parts."""
+
+    low: Tensor
+    last: Tensor
+    memory: Tensor
+
+    @classmethod
+    def of(cls, work: _Work, low: Tensor | None, last: Tensor | None) -> "_Correction | None":
+        """Nothing for a draft without head."""
+        if low is None or last is None:
+            return None
+        dtype = work.head.dtype
+        return cls(low.to(dtype), last.to(dtype), work.logits_of(work.parts()))
+
+    def final(self, base: Tensor, part: slice) -> Tensor:
+        """Final logits ``[R, V]`` of a part."""
+        return torch.addmm(base, self.low[part], self.last.T, out=self.memory[: len(base)])
 
 
 class _Sums:
@@ -199,38 +251,48 @@ class _Sums:
         self.grad_hidden = self.grad_low = self.grad_projection = None
         if work.learns:
             self.grad_hidden = torch.zeros_like(hidden)
-            self.grad_low = None if low_rank is None else torch.zeros_like(low_rank)
-            if projection is not None:
+            if low_rank is not None and projection is not None:
+                self.grad_low = torch.zeros_like(low_rank)
                 self.grad_projection = torch.zeros_like(projection, dtype=work.wide)
 
 
 def _add_chunk(
-    sums: _Sums, work: _Work, part: slice, hidden: Tensor, low: Tensor | None, last: Tensor | None
-) -> None:
-    """Compute a chunk's logits, losses and gradients; its logits are gone afterwards."""
-    head, lam = work.head, work.lam
-    base, final = hidden @ head.T, None
-    if low is not None and last is not None:
-        final = torch.addmm(base, low, last.T).to(work.wide)
+    sums: _Sums, work: _Work, parts: list[slice], hidden: Tensor, memory: Tensor,
+    correction: _Correction | None,
+) -> None:  # fmt: skip
+    """Compute a chunk's base logits in ``memory``, and all that follows from them part by part."""
+    rows = _union(parts)
+    base = torch.mm(hidden[rows], work.head.T, out=memory[: rows.stop - rows.start])
+    for part in parts:
+        own = base[part.start - rows.start : part.stop - rows.start]
+        own.copy_(_add_part(sums, work, part, own, correction))
+    if sums.grad_hidden is not None:
+        sums.grad_hidden[rows] = sum_over_vocabulary(base, work.head)
+
+
+def _add_part(
+    sums: _Sums, work: _Work, part: slice, base: Tensor, correction: _Correction | None
+) -> Tensor:
+    """Losses of a part and their gradient by its ``base [R, V]`` logits, which are consumed."""
+    final = None if correction is None else correction.final(base, part)
     teacher = work.teacher(part)
     first = work.measure(base.to(work.wide), part, teacher)
-    del base
-    second = first if final is None else work.measure(final, part, teacher)
+    second = first if final is None else work.measure(final.to(work.wide), part, teacher)
     del teacher
     weight = work.weigh(second, part)
     sums.base_ok[part], sums.final_ok[part] = first.correct, second.correct
     sums.base += (first.loss * weight).sum()
     sums.final += (second.loss * weight).sum()
     sums.weights[part] = weight[:, 0]
-    if sums.grad_hidden is None:
-        return
-    grad = first.grad.mul_(weight if final is None else lam * weight)
-    if final is not None and sums.grad_low is not None and sums.grad_projection is not None:
-        assert low is not None and last is not None
-        grad += (grad_final := second.grad.mul_((1.0 - lam) * weight))
-        sums.grad_low[part] = grad_final.to(head.dtype) @ last
-        _add_product(sums.grad_projection, grad_final, low)
-    sums.grad_hidden[part] = (grad.to(head.dtype) @ head).to(hidden.dtype)
+    if sums.grad_low is None or sums.grad_projection is None:
+        return first.gradient(weight)
+    assert correction is not None
+    assert final is not None
+    grad = first.gradient(work.lam * weight)
+    grad += (grad_final := second.gradient((1.0 - work.lam) * weight))
+    add_product(sums.grad_projection, grad_final, correction.low[part])
+    sums.grad_low[part] = sum_over_vocabulary(final.copy_(grad_final), correction.last)
+    return grad
 
 
 class _ChunkedDualCrossEntropy(torch.autograd.Function):
@@ -245,11 +307,12 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, low_rank: Tensor | None, projection: Tensor | None, work: _Work
     ) -> tuple[Tensor, ...]:
         sums = _Sums(work, hidden, low_rank, projection)
-        dtype = work.head.dtype
-        last = None if projection is None else projection.to(dtype)
-        for part in work.parts():
-            low = None if low_rank is None else low_rank[part].to(dtype)
-            _add_chunk(sums, work, part, hidden[part].to(dtype), low, last)
+        correction = _Correction.of(work, low_rank, projection)
+        chunks = work.chunks()
+        memory = work.logits_of([_union(parts) for parts in chunks])
+        cast = hidden.to(work.head.dtype)
+        for parts in chunks:
+            _add_chunk(sums, work, parts, cast, memory, correction)
         if projection is not None and sums.grad_projection is not None:
             sums.grad_projection = sums.grad_projection.to(projection.dtype)
         ctx.save_for_backward(sums.grad_hidden, sums.grad_low, sums.grad_projection)
@@ -268,32 +331,9 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
         return *found, None
 
 
-def _cross_entropy(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies ``[R, 1]`` and whether each label is the best token ``[R]``.
-
-    ``logits [R, V]`` become the gradient, ``softmax - one_hot(label)``. The softmax goes over a few
-    rows at a time, so that no second array of that size exists and, on a CPU, rows stay in its
-    cache. The log-sum-exp comes out of it: ``x_best - log p_best``, exact since ``p_best >= 1/V``.
-    """
-    top, best = logits.max(-1, keepdim=True)
-    shortfall = top - logits.gather(1, label)
-    for rows in logits.split(max(1, len(logits) // 8)):
-        rows.copy_(rows.softmax(-1))
-    losses = shortfall - logits.gather(1, best).log_()
-    logits.scatter_add_(1, label, torch.full_like(losses, -1.0))
-    return losses, (best == label)[:, 0]
-
-
-def _add_product(total: Tensor, grad: Tensor, low: Tensor) -> None:
-    """``total [V, E] += gradᵀ [V, R] @ low [R, E]``, not rounded to ``low``'s type on the way.
-
-    Otherwise the sum over chunks would carry a rounding of each. The branch for a GPU, where
-    float32 products would be slow, has not been run.
-    """
-    if low.is_cuda and low.dtype != total.dtype:
-        total += torch.mm(grad.to(low.dtype).T, low, out_dtype=total.dtype)
-    else:
-        total.addmm_(grad.T, low.to(total.dtype))
+def _union(parts: list[slice]) -> slice:
+    """The rows of neighbouring parts."""
+    return slice(parts[0].start, parts[-1].stop)
 
 
 def regression(rows: Rows, wanted: Tensor) -> Tensor:
