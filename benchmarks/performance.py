@@ -21,8 +21,8 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "The objective",
         "Both losses of a step and their gradients. `plain` keeps the logits of all rows, "
         "`chunked_checkpoint` computes them again in the backward pass, `fused` takes loss and "
-        "gradient of a chunk together (`train/objective.py`). The roofline is the time of the "
-        "matrix products alone.",
+        "gradient of a chunk together (`train/objective.py`). Chunks are of the same rows in both. "
+        "The roofline is the time of the matrix products alone.",
     ),
     "attention": (
         "Attention of the blocks",
@@ -31,18 +31,27 @@ SECTIONS: dict[str, tuple[str, str]] = {
     ),
     "train_step": (
         "A whole training step",
-        "Draft, objective and backward pass, features given, with the fast paths off and on.",
+        "Draft, objective and backward pass, features given, with the fast paths off and on. The "
+        "dense mask's cost grows with the square of the anchors, so the gain does with their number.",
     ),
     "rollout": (
         "The rollout",
         "Greedy proposals of a block from its hidden rows: SGLang's `domino_greedy_rollout` and "
         "ours (`domino_kit/rollout.py`), the same tokens at every batch size. The roofline is the "
-        "product that gives the base logits.",
+        "product that gives the base logits. With random weights no correction can be spared, and "
+        "from 16 requests on both spend their time in the same products of the same library: there "
+        "the two are equal but for noise.",
     ),
     "replay": (
         "Replay",
         "Acceptance on the same answers, by decoding and by replaying them; the accepted runs are "
-        "equal.",
+        "equal. No replay can be faster than the target's passes over the texts, which are timed "
+        "alone: their ratio to decoding is the most that any replay could gain here. Decoding waits "
+        "for the memory, which feeds every weight to a few rows; replay is bound by arithmetic: one "
+        "row of the target, of its output head and of the projector for each token, and a block's "
+        "rows of the draft for each step. So it gains more the longer the block that decoding "
+        "verifies: 6 is what the demo trains, 16 what published drafts use (the same weights, to "
+        "show the cost).",
     ),
     "scaling": (
         "Scaling",
@@ -53,9 +62,11 @@ SECTIONS: dict[str, tuple[str, str]] = {
 
 REDUCED: dict[str, list[str]] = {
     "objective": ["--repeats", "2"],
-    "train_step": ["--repeats", "2", "--anchors", "128"],
-    "rollout": ["--repeats", "2"],
-    "replay": ["--limit", "16"],
+    "attention": ["--repeats", "2"],
+    "train_step": ["--repeats", "1"],
+    "rollout": ["--repeats", "4"],
+    "replay": ["--limit=16", "--block=6", "--block=16", "--batches=1", "--repeats=1"],
+    "scaling": ["--repeats", "2"],
 }
 """What keeps all of it under a quarter of an hour on two cores."""
 

@@ -88,7 +88,7 @@ def measured(pair: Pair, tokens: int, batches: list[int], repeats: int) -> list[
         "target layers": text.num_hidden_layers, "D": config.hidden_size, "V": target.vocab_size,
         "draft layers": config.num_hidden_layers, "K": config.block_size,
     }  # fmt: skip
-    rows = measure(shape, variants, repeats)
+    rows = measure(shape, variants, repeats, count_first=True)
     assert all(runs == found["replay"] for runs in found.values()), "the runs are not the same"
     steps = [run for runs in found["replay"] for run in runs]
     accepted = Acceptance.of(steps, config.num_proposals).accept_length

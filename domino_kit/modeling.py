@@ -191,9 +191,12 @@ class DominoDraft(nn.Module):
 
     # -- head ----------------------------------------------------------------------------------
 
-    def head_states(self, embeds: Tensor) -> Tensor:
-        """Teacher-forced GRU states ``[M, K, G]`` after each of the inputs ``[M, K, D]``."""
-        states, _ = self.prefix_gru(embeds)
+    def head_states(self, embeds: Tensor, state: Tensor | None = None) -> Tensor:
+        """Teacher-forced GRU states ``[M, K, G]`` after each of the inputs ``[M, K, D]``.
+
+        ``state [M, G]`` is the one before them, by default zero.
+        """
+        states, _ = self.prefix_gru(embeds, None if state is None else state[None].contiguous())
         return states
 
     def head_step(self, embeds: Tensor, state: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ PASS_TOKENS = {"cpu": 1024, "cuda": 8192}
 CHUNK_ANCHORS = {"cpu": 32, "cuda": 256}
 """Anchors drafted from at once: where reading a weight costs no more than multiplying with it."""
 
+PRODUCT_ROWS = {"cpu": 96, "cuda": 1024}
+"""Rows of a product with the vocabulary, where enough are known: fewer wait for its weights."""
+
 
 @dataclass(frozen=True)
 class KnownAnswer:
@@ -202,34 +205,54 @@ def known_runs(
     """How many leading proposals are the known tokens, ``[B, N]`` for ``anchors [B, N]``.
 
     ``hidden [B, N, K, D]`` are the blocks' rows, ``tokens [B, S]`` the texts, ``ends [B]`` their
-    last positions: proposals beyond never count. Offset by offset; blocks that were wrong once
-    are left out.
+    last positions: proposals beyond never count. Some offsets at a time, so that products have
+    rows enough; blocks that were wrong once are left out.
     """
-    n, config = num_proposals, model.config
-    use_head = use_head and config.has_head
-    start = alignment.first_row(config.shift_label)
+    n = num_proposals
+    start = alignment.first_row(model.config.shift_label)
     rows = hidden[:, :, start : start + n].flatten(0, 1)
     offsets = torch.arange(n + 1, device=tokens.device)
     index = torch.minimum(anchors[:, :, None] + offsets, ends[:, None, None])
     truth = tokens.gather(1, index.flatten(1)).view(-1, n + 1)
-    known = (ends[:, None] - anchors).flatten()
+    known = (ends[:, None] - anchors).flatten().clamp(max=n)
     runs, alive = torch.zeros_like(known), torch.arange(len(known), device=tokens.device)
-    state = model.initial_state(rows[:, 0]) if use_head else rows[:, 0]
-    for offset in range(1, n + 1):
-        own = rows[alive, offset - 1]
-        logits = target.logits(own)
-        if use_head:
-            state = model.head_step(target.embed(truth[alive, offset - 1]), state)
-            if offset > config.pure_draft_prefix_len:
-                low_rank = model.head_hidden(own, state)
-                logits = add_product(logits, low_rank, model.vocab_projection)
-        right = logits.argmax(-1) == truth[alive, offset]
-        runs[alive[right]] = offset
-        going = right & (known[alive] > offset)
-        alive, state = alive[going], state[going]
-        if not len(alive):
-            break
-    return runs.view_as(anchors)
+    most = PRODUCT_ROWS.get(tokens.device.type, PRODUCT_ROWS["cuda"])
+    state, done = None, 0
+    while len(alive):
+        span = min(n - done, max(1, most // len(alive)))
+        part = slice(done, done + span)
+        embeds = target.embed(truth[alive, part]) if use_head and model.config.has_head else None
+        best, state = _best_tokens(target, model, rows[alive, part], embeds, state, done)
+        right = best == truth[alive, done + 1 : done + span + 1]
+        runs[alive] += right.cumprod(1).sum(1)
+        done += span
+        going = (runs[alive] == done) & (known[alive] > done)
+        alive, state = alive[going], None if state is None else state[going]
+    return torch.minimum(runs, known).view_as(anchors)
+
+
+def _best_tokens(
+    target: TargetEnds,
+    model: DominoDraft,
+    rows: Tensor,
+    embeds: Tensor | None,
+    state: Tensor | None,
+    done: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Proposals ``[A, T]`` of hidden ``rows [A, T, D]`` at the offsets after ``done``.
+
+    ``embeds [A, T, D]`` are the known tokens before them, ``None`` for the base logits alone;
+    ``state [A, G]`` is the head's so far, returned as it is after them.
+    """
+    logits = target.logits(rows).flatten(0, 1)
+    if embeds is not None:
+        states = model.head_states(embeds, state)
+        state = states[:, -1]
+        plain = max(0, model.config.pure_draft_prefix_len - done)
+        low_rank = model.head_hidden(rows, states)
+        low_rank[:, :plain] = 0  # what leaves these offsets uncorrected
+        logits = add_product(logits, low_rank.flatten(0, 1), model.vocab_projection)
+    return logits.argmax(-1).view(rows.shape[:2]), state
 
 
 def block_rows(
