@@ -5,9 +5,10 @@ see, and every draft can be held against the token that is known to follow: a ru
 wrong proposal, so the head may be fed the known tokens, and nothing after the wrong one is
 computed. The accepted run at every step is that of the decode loop, far faster.
 
-For each token of an answer this costs one row of the target without its output head, and one row
-of the output head and of the projector; block rows of the backbone come to K for each verify step
-where enough texts are replayed together, to K for each token with a single text.
+For each token of an answer this costs one row of the target without its output head; for each
+verify step K rows of the backbone, and as many rows of the output head and of the projector as it
+makes tokens, where enough texts are replayed together. With few texts more rows are computed than
+are needed, since a product of few rows takes as long: all K-1 of a step, and steps never taken.
 """
 
 from collections.abc import Sequence
