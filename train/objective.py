@@ -225,12 +225,14 @@ class _Correction:
     memory: Tensor
 
     @classmethod
-    def of(cls, work: _Work, low: Tensor | None, last: Tensor | None) -> "_Correction | None":
+    def of(
+        cls, work: _Work, parts: list[slice], low: Tensor | None, last: Tensor | None
+    ) -> "_Correction | None":
         """Nothing for a draft without head."""
         if low is None or last is None:
             return None
         dtype = work.head.dtype
-        return cls(low.to(dtype), last.to(dtype), work.logits_of(work.parts()))
+        return cls(low.to(dtype), last.to(dtype), work.logits_of(parts))
 
     def final(self, base: Tensor, part: slice) -> Tensor:
         """Final logits ``[R, V]`` of a part."""
@@ -307,8 +309,9 @@ class _ChunkedDualCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, low_rank: Tensor | None, projection: Tensor | None, work: _Work
     ) -> tuple[Tensor, ...]:
         sums = _Sums(work, hidden, low_rank, projection)
-        correction = _Correction.of(work, low_rank, projection)
         chunks = work.chunks()
+        every_part = [part for parts in chunks for part in parts]
+        correction = _Correction.of(work, every_part, low_rank, projection)
         memory = work.logits_of([_union(parts) for parts in chunks])
         cast = hidden.to(work.head.dtype)
         for parts in chunks:
